@@ -1,0 +1,1 @@
+"""Which tiles exist and in what order: masks and schedules as plain data."""
