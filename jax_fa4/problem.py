@@ -1,0 +1,187 @@
+"""One attention call as two values: what is known when it is traced, and the arrays it works on.
+
+`AttentionProblem` is frozen and hashable: it keys every cache and every trace-time decision (which implementation,
+kernel and schedule). `AttentionOperands` is the pytree of arrays that goes with it. Shapes are canonical: the
+user's leading batch dimensions are folded into one. `jax_fa4.arguments` makes the two from what the user typed.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_fa4.schedule.tiles import MaskOperands, MaskRule
+
+
+class HostArray:
+    """A read-only NumPy array that hashes and compares by its content.
+
+    The array is copied, so that the caller may reuse theirs. The digest (BLAKE2b over dtype, shape and bytes) is
+    computed once, when first asked for.
+
+    Args:
+      array: anything `numpy.array` accepts.
+    """
+
+    __slots__ = ("_digest", "array")
+
+    def __init__(self, array: Any):
+        self.array: np.ndarray = np.array(array, order="C")
+        self.array.flags.writeable = False
+        self._digest: bytes | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """Sixteen bytes that stand for dtype, shape and content."""
+        if self._digest is None:
+            state = hashlib.blake2b(digest_size=16)
+            state.update(f"{self.array.dtype.str}{self.array.shape}".encode())
+            state.update(self.array.data if self.array.size else b"")
+            self._digest = state.digest()
+        return self._digest
+
+    def tiled(self, repeats: int) -> "HostArray":
+        """The array `repeats` times, one after the other along its leading axis."""
+        return HostArray(np.tile(self.array, (repeats, *(1,) * (self.array.ndim - 1))))
+
+    def __hash__(self) -> int:
+        return int.from_bytes(self.digest[:8], "little", signed=True)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HostArray):
+            return NotImplemented
+        return self is other or self.digest == other.digest
+
+    def __repr__(self) -> str:
+        return f"HostArray({self.array.dtype}{list(self.array.shape)}, {self.digest.hex()[:8]})"
+
+
+class MaskConstants(NamedTuple):
+    """Ids and lengths that are known when the call is traced; each an int32 `HostArray`, or None."""
+
+    query_ids: HostArray | None = None  # (B, T)
+    key_ids: HostArray | None = None  # (B, S)
+    query_lengths: HostArray | None = None  # (B,)
+    key_lengths: HostArray | None = None  # (B,)
+
+    def tiled(self, repeats: int) -> "MaskConstants":
+        """The constants of `repeats` copies of the batch, one after the other."""
+        return MaskConstants(*(None if constant is None else constant.tiled(repeats) for constant in self))
+
+
+NO_CONSTANTS = MaskConstants()
+
+
+class AttentionOperands(NamedTuple):
+    """The arrays of one call, in canonical shapes; None where absent or where a constant of the problem stands in.
+
+    Also the shape of cotangents: then None means that none is due.
+    """
+
+    query: Any = None  # (B, T, N, D)
+    key: Any = None  # (B, S, K, D)
+    value: Any = None  # (B, S, K, Dv)
+    bias: Any = None  # 4-D, broadcastable to (B, N, T, S)
+    mask: Any = None  # 4-D boolean, broadcastable to (B, N, T, S)
+    sinks: Any = None  # (N,), float32 (float64 beside float64 operands)
+    scale: Any = None  # (), float32 (float64 beside float64 operands); None where the problem knows it
+    query_ids: Any = None  # (B, T) int32
+    key_ids: Any = None  # (B, S) int32
+    query_lengths: Any = None  # (B,) int32
+    key_lengths: Any = None  # (B,) int32
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem:
+    """Everything about one attention call that is known when it is traced.
+
+    Attributes:
+      batch: B, the product of the caller's leading dimensions (1 when there are none).
+      query_length: T.
+      key_length: S.
+      query_heads: N, a multiple of `kv_heads`.
+      kv_heads: K.
+      head_dim: D, of queries and keys.
+      value_dim: Dv, of values and of the output.
+      dtype: the name of the dtype of query, key, value and output.
+      mask: causality, window and diagonal.
+      scale: factor on the logits; None when it is an operand.
+      logits_soft_cap: c in `c * tanh(scale * q.k / c)`; None for no cap.
+      has_bias: a bias is among the operands.
+      has_mask: a boolean mask is among the operands.
+      has_sinks: sinks are among the operands.
+      has_query_lengths: query lengths exist, as operand or as constant.
+      has_key_lengths: key lengths exist, as operand or as constant.
+      has_segment_ids: ids of queries and of keys exist, each as operand or as constant.
+      constants: the ids and lengths that are known.
+      return_residual: the caller takes the log-sum-exp too.
+      deterministic: the caller asks for gradients that are bitwise equal from run to run.
+    """
+
+    batch: int
+    query_length: int
+    key_length: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    mask: MaskRule
+    scale: float | None
+    logits_soft_cap: float | None = None
+    has_bias: bool = False
+    has_mask: bool = False
+    has_sinks: bool = False
+    has_query_lengths: bool = False
+    has_key_lengths: bool = False
+    has_segment_ids: bool = False
+    constants: MaskConstants = NO_CONSTANTS
+    return_residual: bool = False
+    deterministic: bool = False
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def group_size(self) -> int:
+        """How many query heads share one key-value head."""
+        return self.query_heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def accumulation_dtype(self) -> str:
+        """The dtype of scores, log-sum-exp, sinks and scale: float32, or float64 for float64 operands."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is no pair of a query and a key at all."""
+        return 0 in (self.batch, self.query_length, self.key_length, self.query_heads)
+
+    def mask_operands(self, operands: AttentionOperands) -> MaskOperands:
+        """The ids and lengths of a call: JAX arrays where they are operands, NumPy arrays where they are constants."""
+
+        def pick(operand: Any, constant: HostArray | None) -> Any:
+            return operand if constant is None else constant.array
+
+        return MaskOperands(
+            query_ids=pick(operands.query_ids, self.constants.query_ids),
+            key_ids=pick(operands.key_ids, self.constants.key_ids),
+            query_lengths=pick(operands.query_lengths, self.constants.query_lengths),
+            key_lengths=pick(operands.key_lengths, self.constants.key_lengths),
+        )
+
+    def with_copies(self, copies: int) -> "AttentionProblem":
+        """The problem of `copies` such batches, one after the other along the batch axis."""
+        return dataclasses.replace(self, batch=self.batch * copies, constants=self.constants.tiled(copies))
+
+
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(D), the factor on the logits where the caller names none."""
+    return 1.0 / math.sqrt(head_dim)
