@@ -1,6 +1,7 @@
 """Intervals, tile classes and tile bounds against a brute-force look at every pair of query and key."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -92,22 +93,29 @@ def check(rule, operands, batch, row_tile=3, column_tile=4):
         assert all(isinstance(part, np.ndarray) for part in intervals)
         check_intervals(intervals, seen_by_row, row_ids, column_ids)
         check_tiles(intervals, seen_by_row, row_tile, column_tile)
-        if any(operand is not None for operand in operands):
-            check_jax(function, rule, operands, intervals, (row_tile, column_tile, seen_by_row.shape[2]))
 
 
-def check_jax(function, rule, operands, intervals, tile):
-    """Traced operands give what NumPy's gave, as JAX arrays."""
+@functools.cache
+def compiled(function, rule, tile, columns):
+    """Kept by its static arguments, as compiling takes far longer than running."""
 
-    @jax.jit
     def traced(operands):
         found = function(rule, operands)
-        return found, tiles.tile_bounds(found, *tile)
+        return found, tiles.tile_bounds(found, *tile, columns)
 
-    wanted = (intervals, tiles.tile_bounds(intervals, *tile))
-    for ours, theirs in zip(jax.tree.leaves(traced(operands)), jax.tree.leaves(wanted), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
+    return jax.jit(traced)
+
+
+def check_jax(rule, operands, tile=(3, 4)):
+    """Traced operands give what NumPy's gave."""
+    for function, columns in ((tiles.query_intervals, rule.key_length), (tiles.key_intervals, rule.query_length)):
+        intervals = function(rule, operands)
+        wanted = (intervals, tiles.tile_bounds(intervals, *tile, columns))
+        traced = compiled(function, rule, tile, columns)(operands)
+        for ours, theirs in zip(jax.tree.leaves(traced), jax.tree.leaves(wanted), strict=True):
+            assert isinstance(ours, jax.Array)
+            assert ours.dtype == theirs.dtype
+            np.testing.assert_array_equal(ours, theirs)
 
 
 @st.composite
@@ -144,10 +152,50 @@ def masks(draw):
     return rule, operands, batch
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(masks(), st.sampled_from([(1, 1), (3, 4), (4, 2), (16, 32)]))
 def test_any_mask(mask, tile):
     check(*mask, *tile)
+
+
+TRACED_RULES = [
+    MaskRule(9, 9),
+    MaskRule(13, 6, is_causal=True),
+    MaskRule(6, 17, is_causal=True, window=(3, None), diagonal_offset=11),
+    MaskRule(9, 9, window=(2, 1)),
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(TRACED_RULES), st.data())
+def test_traced_operands(rule, data):
+    def integers(low, high, *shape):
+        values = st.lists(st.integers(low, high), min_size=math.prod(shape), max_size=math.prod(shape))
+        return np.array(data.draw(values), np.int32).reshape(shape)
+
+    operands = MaskOperands(
+        integers(-2, 3, 2, rule.query_length),
+        integers(-2, 3, 2, rule.key_length),
+        integers(0, rule.query_length + 1, 2),
+        integers(0, rule.key_length + 1, 2),
+    )
+    check_jax(rule, operands)
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_traced_and_empty(lengths, batch):
+    ids = (np.zeros((batch, length), np.int32) for length in lengths)
+    check_jax(MaskRule(*lengths, is_causal=True), MaskOperands(*ids))
+
+
+def test_one_traced_operand_traces_all():
+    rule = MaskRule(9, 9, is_causal=True)
+    lengths = np.array([4, 0], np.int32)
+    for operands in (MaskOperands(key_lengths=lengths), MaskOperands(query_lengths=lengths)):
+        check_jax(rule, operands)
+    mixed = MaskOperands(query_lengths=lengths, key_lengths=jnp.asarray(lengths))
+    assert all(isinstance(part, jax.Array) for part in tiles.query_intervals(rule, mixed))
 
 
 @pytest.mark.parametrize("offset", [0, "bottom_right"])
@@ -176,6 +224,7 @@ SHUFFLED = {
 def test_ids_in_any_order(queries, keys, is_causal):
     operands = MaskOperands(np.array([SHUFFLED[queries]], np.int32), np.array([SHUFFLED[keys]], np.int32))
     check(MaskRule(10, 10, is_causal), operands, batch=1)
+    check_jax(MaskRule(10, 10, is_causal), operands)
 
 
 def test_exact_is_told_for_queries_and_keys_apart():
