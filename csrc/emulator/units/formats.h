@@ -49,24 +49,33 @@ uint32_t pack2_from_f32(Format format, float upper, float lower, const ConvertOp
 // cvt.f16x2/bf16x2.<format>x2: the two packed elements of a narrow format as two 16-bit floats in one register.
 uint32_t unpack2_to_half(Format format, uint32_t packed, Format half, bool relu = false);
 
-// Integer to f32/f16/bf16 with rounding, and back. `integral` converters follow cvt.<rni|rzi|rmi|rpi>: out-of-range
-// values clamp to the integer's range and NaN gives 0 (for 32 bits and narrower) or 0x8000000000000000 (64-bit
-// results).
-uint32_t f32_from_s64(int64_t value, Rounding rounding);
-uint32_t f32_from_u64(uint64_t value, Rounding rounding);
-int64_t s_from_f64(double value, int bits, Rounding rounding);
-uint64_t u_from_f64(double value, int bits, Rounding rounding);
-// cvt.<rni|rzi|rmi|rpi>.f32.f32: rounded to an integral value, which stays f32.
+// The same from f64 and from integers (sign and magnitude), rounded once. f32 as target format covers
+// cvt.<rounding>.f32.f64 / .f32.s32.
+uint32_t from_f64(Format format, double value, const ConvertOptions& options = {});
+uint32_t from_integer(Format format, uint64_t magnitude, bool negative, const ConvertOptions& options = {});
+
+// cvt.<rni|rzi|rmi|rpi> from any float (every f32, f16 and bf16 is exact in f64) to an integer of 8 to 64 bits, sign-
+// or zero-extended to 64. Out-of-range values clamp. NaN gives 0, or 1 << (bits - 1) where source or target is 64 bits
+// wide
+// (`source_is_f64` says the former).
+uint64_t integer_from_f64(double value, int bits, bool is_signed, Rounding rounding, bool source_is_f64 = false);
+// cvt.<rni|rzi|rmi|rpi>.f32.f32 (and f64): rounded to an integral value, which stays a float.
 uint32_t round_to_integral_f32(uint32_t a, Rounding rounding, bool flush);
-// cvt.<rounding>.f32.f64.
-uint32_t f32_from_f64(double value, Rounding rounding, bool flush);
+double round_to_integral_f64(double a, Rounding rounding);
 
 inline float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
 
 // Exact widening of the usual formats, inline because operand gathering and lane loops call them by the million.
 inline float bf16_to_f32(uint32_t bits) { return float_of(bits << 16); }
-float f16_to_f32(uint32_t bits);
+inline float f16_to_f32(uint32_t bits) {
+  // Exponent and mantissa moved into f32 position; the product with 2^112 puts the bias right and normalises
+  // subnormals.
+  const uint32_t magnitude = (bits & 0x7fff) << 13;
+  const uint32_t finite = bits_of(float_of(magnitude) * 0x1p112f);
+  const uint32_t result = magnitude >= 0x0f800000 ? magnitude + 0x70000000 : finite;
+  return float_of(result | (bits & 0x8000) << 16);
+}
 float e4m3_to_f32(uint32_t bits);
 float e5m2_to_f32(uint32_t bits);
 
@@ -101,7 +110,8 @@ void mul_f32_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b, const Ar
 void fma_f32_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c,
                    const ArithmeticOptions& options = {});
 
-// f64 in all rounding modes (remainders by fused multiply-add; subnormal products are exact to the mode as well).
+// f64 in all rounding modes. The directed modes use the remainder in f64, which is exact unless a product is below
+// 2^-968.
 double add_f64(double a, double b, Rounding rounding);
 double mul_f64(double a, double b, Rounding rounding);
 double fma_f64(double a, double b, double c, Rounding rounding);

@@ -5,7 +5,7 @@
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
 // One body, compiled for plain x86-64 and for AVX2 with fused multiply-add; the loader picks one.
-#define EMULATOR_CLONES __attribute__((target_clones("arch=haswell", "default")))
+#define EMULATOR_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define EMULATOR_CLONES
 #endif

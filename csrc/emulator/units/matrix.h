@@ -172,7 +172,10 @@ void mma_sync_m16n8(Format a_format, Format b_format, int k, const uint32_t* con
 // ------------------------------------------------------------------------------------------------------------ product
 
 // d[i][0..n) = (accumulate ? d[i][0..n) : 0) + sum over k of a[i][k] * b[k][0..n), for rows whose pointer is not null.
+// `a` is float[rows][k]; rows of `b` are n (or b_pitch) floats apart.
 void multiply_rows(float* const* d, int rows, int n, int k, const float* a, const float* b, bool accumulate);
+void multiply_rows_pitched(float* const* d, int rows, int n, int k, const float* a, const float* b, size_t b_pitch,
+                           bool accumulate);
 
 // ------------------------------------------------------------------------------------------------ implementation
 

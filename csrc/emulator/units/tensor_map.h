@@ -62,7 +62,7 @@ struct TensorMap {
   uint64_t extent[5] = {1, 1, 1, 1, 1};          // elements, dimension 0 innermost
   uint64_t stride[5] = {0, 0, 0, 0, 0};          // bytes; stride[0] is the element size
   uint32_t box[5] = {1, 1, 1, 1, 1};             // elements
-  uint32_t element_stride[5] = {1, 1, 1, 1, 1};  // elements stepped per box element
+  uint32_t element_stride[5] = {1, 1, 1, 1, 1};  // 1..8; the box then holds ceil(box / element_stride) elements
 };
 
 // Bytes of one element in global and shared memory (packed 4- and 6-bit types: 0, they have no whole-byte element).

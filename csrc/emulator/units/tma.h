@@ -43,6 +43,10 @@ struct BoxRun {
   bool in_bounds;  // false: loads fill, stores and reductions drop
 };
 
+// Elements that the box has along a dimension: its size over the element stride, rounded up. Dimension 0 has no element
+// stride (the driver ignores it without interleave).
+uint32_t box_count(const TensorMap& map, int dimension);
+
 // Bytes that the box takes in shared memory; also what complete_tx counts, out-of-bounds parts included.
 uint32_t box_bytes(const TensorMap& map);
 
@@ -55,11 +59,10 @@ std::string check_tile_copy(const TensorMap& map, int instruction_rank, uint32_t
 template <class Visit>
 void walk_box(const TensorMap& map, const int32_t* coordinates, uint32_t shared_address, Visit&& visit);
 
-// One row of the box (dimension 0) before swizzling: what a range check of global memory wants. `global_address` is of
-// the first in-bounds element; elements lie element_stride[0] apart.
+// One row of the box (dimension 0) before swizzling: what a range check of global memory wants.
 struct BoxRow {
-  uint64_t global_address;
-  uint64_t global_bytes;           // 0: nothing of the row is in bounds
+  uint64_t global_address;         // of the first in-bounds element
+  uint32_t global_bytes;           // contiguous; 0: nothing of the row is in bounds
   uint32_t linear_shared_address;  // of the row's first element, swizzle not applied
 };
 template <class Visit>
@@ -72,12 +75,12 @@ void fill_out_of_bounds(const TensorMap& map, void* shared, uint32_t bytes);
 // flushes, tf32 rounds to nearest, tf32_ftz does both). No change for other types.
 void convert_loaded(const TensorMap& map, void* shared, uint32_t bytes);
 
-// Reductions into global or shared memory. and/or/xor on integers of 32 and 64 bits; inc/dec on u32 (wrap at the
-// operand's value); floating-point add, min and max on f16, bf16, f32, f64 as listed for the instruction.
+// Reductions: and/or/xor on integers of 32 and 64 bits; add, min and max as the instruction lists them; inc and dec on
+// u32 (wrap at the source's value).
 enum class Reduction : uint8_t { add, min, max, inc, dec, bit_and, bit_or, bit_xor };
 std::string check_reduction(Reduction reduction, Element element);
-// destination[i] = destination[i] op source[i] for bytes / element size elements. f32 add flushes subnormals as
-// red.add.f32 does not: bulk f32 addition keeps subnormals; f16 and bf16 round to nearest even once per addition.
+// destination[i] = destination[i] op source[i] for bytes / element size elements. Floating-point additions round to
+// nearest even and keep subnormals.
 void reduce_elements(Reduction reduction, Element element, void* destination, const void* source, uint32_t bytes);
 
 // ------------------------------------------------------------------------------------------------ implementation
@@ -91,33 +94,30 @@ struct InnerRange {
 };
 InnerRange inner_range(const TensorMap& map, int32_t coordinate);
 
-// Longest stretch of unswizzled shared memory that swizzling keeps together.
+// Longest stretch of unswizzled shared memory that swizzling keeps together; 0: no limit.
 uint32_t swizzle_atom(Swizzle swizzle);
 
 }  // namespace detail
 
 template <class Visit>
 void walk_box_rows(const TensorMap& map, const int32_t* coordinates, uint32_t shared_address, Visit&& visit) {
-  const uint32_t row_bytes = map.box[0] * static_cast<uint32_t>(map.stride[0]);
+  const uint32_t size = static_cast<uint32_t>(map.stride[0]);
   const detail::InnerRange inner = detail::inner_range(map, coordinates[0]);
-  const int64_t first_column = coordinates[0] + int64_t{inner.first} * map.element_stride[0];
-  const uint64_t span = inner.first < inner.last
-                            ? (uint64_t{inner.last - inner.first - 1} * map.element_stride[0] + 1) * map.stride[0]
-                            : 0;
+  const uint64_t inner_offset = static_cast<uint64_t>(coordinates[0] + int64_t{inner.first}) * size;
   uint32_t index[5] = {0, 0, 0, 0, 0};
   uint32_t linear = shared_address;
   for (;;) {
-    bool inside = span != 0;
-    uint64_t address = map.base + static_cast<uint64_t>(first_column) * map.stride[0];
+    bool inside = inner.first < inner.last;
+    uint64_t address = map.base + inner_offset;
     for (int d = 1; d < map.rank; d++) {
       const int64_t at = coordinates[d] + int64_t{index[d]} * map.element_stride[d];
       inside = inside && at >= 0 && static_cast<uint64_t>(at) < map.extent[d];
       address += static_cast<uint64_t>(at) * map.stride[d];
     }
-    visit(BoxRow{address, inside ? span : 0, linear});
-    linear += row_bytes;
+    visit(BoxRow{address, inside ? (inner.last - inner.first) * size : 0, linear});
+    linear += map.box[0] * size;
     int d = 1;
-    while (d < map.rank && ++index[d] == map.box[d]) index[d++] = 0;
+    while (d < map.rank && ++index[d] == box_count(map, d)) index[d++] = 0;
     if (d >= map.rank) return;
   }
 }
@@ -129,21 +129,19 @@ void walk_box(const TensorMap& map, const int32_t* coordinates, uint32_t shared_
   const detail::InnerRange inner = detail::inner_range(map, coordinates[0]);
   const uint32_t first = inner.first * size, last = inner.last * size;  // in-bounds bytes of a row
   const uint32_t atom = detail::swizzle_atom(map.swizzle);
-  const uint32_t step = map.element_stride[0];
   walk_box_rows(map, coordinates, shared_address, [&](const BoxRow& row) {
     const bool inside = row.global_bytes != 0;
     uint32_t at = 0;
     while (at < row_bytes) {
-      // A run ends at the row's end, at a swizzle atom, at the edge of the tensor, or after one element if elements are
-      // apart.
+      // A run ends at the row's end, at a swizzle atom, or at the edge of the tensor.
       const uint32_t linear = row.linear_shared_address + at;
       const bool in_bounds = inside && at >= first && at < last;
       uint32_t end = row_bytes;
       if (atom != 0) end = std::min(end, at + atom - linear % atom);
       if (inside && at < first) end = std::min(end, first);
-      if (in_bounds) end = std::min(end, step == 1 ? last : at + size);
-      const uint64_t address = in_bounds ? row.global_address + uint64_t{at - first} * step : 0;
-      visit(BoxRun{address, swizzle_address(linear, map.swizzle), end - at, in_bounds});
+      if (in_bounds) end = std::min(end, last);
+      visit(BoxRun{in_bounds ? row.global_address + (at - first) : 0, swizzle_address(linear, map.swizzle), end - at,
+                   in_bounds});
       at = end;
     }
   });

@@ -1,0 +1,553 @@
+// Matrix descriptors, operand gathering and the layout of accumulators.
+#include "matrix.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace jax_fa4::emulator {
+namespace {
+
+uint64_t bits(uint64_t word, int position, int count) { return (word >> position) & ((uint64_t{1} << count) - 1); }
+
+std::string hexadecimal(uint64_t value) {
+  static constexpr char digits[] = "0123456789abcdef";
+  std::string text = "0x";
+  int shift = 60;
+  while (shift > 0 && (value >> shift) == 0) shift -= 4;
+  for (; shift >= 0; shift -= 4) text += digits[(value >> shift) & 15];
+  return text;
+}
+
+MatrixDescriptor common_fields(uint64_t word) {
+  MatrixDescriptor descriptor;
+  descriptor.start = static_cast<uint32_t>(bits(word, 0, 14)) << 4;
+  descriptor.leading_bytes = static_cast<uint32_t>(bits(word, 16, 14)) << 4;
+  descriptor.stride_bytes = static_cast<uint32_t>(bits(word, 32, 14)) << 4;
+  return descriptor;
+}
+
+uint64_t common_bits(const MatrixDescriptor& descriptor) {
+  return uint64_t{descriptor.start >> 4 & 0x3fff} | uint64_t{descriptor.leading_bytes >> 4 & 0x3fff} << 16 |
+         uint64_t{descriptor.stride_bytes >> 4 & 0x3fff} << 32;
+}
+
+// Layout codes: index is the code.
+constexpr Swizzle kHopperLayouts[] = {Swizzle::none, Swizzle::bytes128, Swizzle::bytes64, Swizzle::bytes32};
+struct BlackwellLayout {
+  Swizzle swizzle;
+  uint32_t code;
+};
+constexpr BlackwellLayout kBlackwellLayouts[] = {{Swizzle::none, 0},
+                                                 {Swizzle::bytes128_atom32, 1},
+                                                 {Swizzle::bytes128, 2},
+                                                 {Swizzle::bytes64, 4},
+                                                 {Swizzle::bytes32, 6}};
+
+}  // namespace
+
+std::string decode_wgmma_descriptor(uint64_t word, MatrixDescriptor& descriptor) {
+  descriptor = common_fields(word);
+  descriptor.swizzle = kHopperLayouts[bits(word, 62, 2)];
+  if (bits(word, 49, 3) != 0)
+    return "The wgmma descriptor " + hexadecimal(word) + " has base offset " + std::to_string(bits(word, 49, 3)) +
+           "; emulated is 0: align the operand to its swizzle pattern.";
+  return {};
+}
+
+std::string decode_tcgen05_descriptor(uint64_t word, MatrixDescriptor& descriptor) {
+  descriptor = common_fields(word);
+  const std::string name = "The tcgen05 descriptor " + hexadecimal(word);
+  if (bits(word, 46, 3) != 1)
+    return name + " has version field " + std::to_string(bits(word, 46, 3)) + "; it must be 1.";
+  if (bits(word, 49, 3) != 0)
+    return name + " has base offset " + std::to_string(bits(word, 49, 3)) +
+           "; emulated is 0: align the operand to its swizzle pattern.";
+  if (bits(word, 52, 1) != 0) return name + " asks for the absolute leading dimension mode, which is not emulated.";
+  const uint32_t code = static_cast<uint32_t>(bits(word, 61, 3));
+  for (const BlackwellLayout& layout : kBlackwellLayouts)
+    if (layout.code == code) {
+      descriptor.swizzle = layout.swizzle;
+      return {};
+    }
+  return name + " has layout code " + std::to_string(code) + "; accepted are 0, 1, 2, 4 and 6.";
+}
+
+uint64_t encode_wgmma_descriptor(const MatrixDescriptor& descriptor) {
+  const auto* found = std::find(std::begin(kHopperLayouts), std::end(kHopperLayouts), descriptor.swizzle);
+  return common_bits(descriptor) | static_cast<uint64_t>(found - std::begin(kHopperLayouts)) << 62;
+}
+
+uint64_t encode_tcgen05_descriptor(const MatrixDescriptor& descriptor) {
+  uint64_t code = 0;
+  for (const BlackwellLayout& layout : kBlackwellLayouts)
+    if (layout.swizzle == descriptor.swizzle) code = layout.code;
+  return common_bits(descriptor) | uint64_t{1} << 46 | code << 61;
+}
+
+// ------------------------------------------------------------------------------------------------------ operands
+
+namespace detail {
+
+int format_bytes(Format format) {
+  switch (format) {
+    case Format::f32:
+    case Format::tf32:
+      return 4;
+    case Format::f16:
+    case Format::bf16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+uint32_t piece_address(const SharedOperand& operand, int row, int k) {
+  const MatrixDescriptor& descriptor = operand.descriptor;
+  const uint32_t size = static_cast<uint32_t>(format_bytes(operand.format));
+  const uint32_t r = static_cast<uint32_t>(row), depth = static_cast<uint32_t>(k), per_piece = 16 / size;
+  const uint32_t leading = descriptor.leading_bytes, stride = descriptor.stride_bytes;
+  const uint32_t width = static_cast<uint32_t>(swizzle_width(descriptor.swizzle));
+  uint32_t offset;
+  if (operand.major == Major::k) {
+    // Eight rows form a core matrix; rows are the swizzle's width apart (16 bytes without), groups of eight rows SBO
+    // apart. Only the form without swizzle has one piece a row and steps along k by LBO.
+    offset = width == 0 ? r % 8 * 16 + r / 8 * stride + depth / per_piece * leading
+                        : r % 8 * width + r / 8 * stride + depth * size;
+  } else if (width == 0) {
+    offset = r / per_piece * stride + depth % 8 * 16 + depth / 8 * leading;
+  } else {
+    // A swizzle-wide group of rows for each k; groups are LBO apart, atoms of 8 k (4 with 32-byte atoms) SBO apart.
+    const uint32_t group = width / size, atom = descriptor.swizzle == Swizzle::bytes128_atom32 ? 4 : 8;
+    offset = r % group * size + r / group * leading + depth % atom * width + depth / atom * stride;
+  }
+  return (descriptor.start + offset) & 0x3ffff;
+}
+
+}  // namespace detail
+
+std::string check_operand(const SharedOperand& operand) {
+  switch (operand.format) {
+    case Format::f32:
+    case Format::f16:
+    case Format::bf16:
+    case Format::tf32:
+    case Format::e4m3:
+    case Format::e5m2:
+      break;
+    default:
+      return "A matrix operand has 4- or 6-bit elements, which are not emulated.";
+  }
+  const bool wide = detail::format_bytes(operand.format) == 4;
+  if (operand.major == Major::mn && wide && operand.descriptor.swizzle != Swizzle::bytes128_atom32)
+    return "An MN-major operand of 32-bit elements needs the 128-byte swizzle with 32-byte atoms.";
+  return {};
+}
+
+namespace {
+
+template <Format kFormat>
+constexpr int kPieceElements = kFormat == Format::tf32 || kFormat == Format::f32   ? 4
+                               : kFormat == Format::f16 || kFormat == Format::bf16 ? 8
+                                                                                   : 16;
+
+// Widens the elements of one 16-byte piece.
+template <Format kFormat>
+inline void widen(const uint8_t* piece, float* out) {
+  constexpr int count = kPieceElements<kFormat>;
+  if constexpr (count == 8) {
+    uint16_t halves[8];
+    std::memcpy(halves, piece, 16);
+    for (int i = 0; i < 8; i++) out[i] = kFormat == Format::bf16 ? bf16_to_f32(halves[i]) : f16_to_f32(halves[i]);
+  } else if constexpr (count == 4) {
+    uint32_t words[4];
+    std::memcpy(words, piece, 16);
+    for (int i = 0; i < 4; i++) out[i] = float_of(kFormat == Format::tf32 ? words[i] & 0xffffe000 : words[i]);
+  } else {
+    for (int i = 0; i < 16; i++) out[i] = kFormat == Format::e4m3 ? e4m3_to_f32(piece[i]) : e5m2_to_f32(piece[i]);
+  }
+}
+
+// Calls place(row, k, const float* elements) for each piece, widened.
+template <Format kFormat, class Place>
+void each_piece_of(const SharedOperand& operand, const uint8_t* shared, bool negate, Place&& place) {
+  constexpr int count = kPieceElements<kFormat>;
+  const int row_step = operand.major == Major::mn ? count : 1;
+  const int k_step = operand.major == Major::k ? count : 1;
+  for (int row = 0; row < operand.rows; row += row_step)
+    for (int k = 0; k < operand.depth; k += k_step) {
+      float elements[count];
+      widen<kFormat>(shared + swizzle_address(detail::piece_address(operand, row, k), operand.descriptor.swizzle),
+                     elements);
+      if (negate)
+        for (int i = 0; i < count; i++) elements[i] = -elements[i];
+      place(row, k, elements);
+    }
+}
+
+template <class Place>
+void each_piece(const SharedOperand& operand, const uint8_t* shared, bool negate, Place&& place) {
+  switch (operand.format) {
+    case Format::f16:
+      return each_piece_of<Format::f16>(operand, shared, negate, place);
+    case Format::bf16:
+      return each_piece_of<Format::bf16>(operand, shared, negate, place);
+    case Format::tf32:
+      return each_piece_of<Format::tf32>(operand, shared, negate, place);
+    case Format::e4m3:
+      return each_piece_of<Format::e4m3>(operand, shared, negate, place);
+    case Format::e5m2:
+      return each_piece_of<Format::e5m2>(operand, shared, negate, place);
+    default:
+      return each_piece_of<Format::f32>(operand, shared, negate, place);
+  }
+}
+
+// Puts pieces into out[first_index * pitch + second_index], where the piece's elements run along `along_second` or not.
+void gather(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out, size_t pitch,
+            bool transposed) {
+  const size_t per_piece = static_cast<size_t>(16 / detail::format_bytes(operand.format));
+  const bool contiguous = (operand.major == Major::k) != transposed;
+  each_piece(operand, shared, negate, [&](int row, int k, const float* elements) {
+    float* to = transposed ? out + static_cast<size_t>(k) * pitch + row : out + static_cast<size_t>(row) * pitch + k;
+    const size_t step = contiguous ? 1 : pitch;
+    for (size_t i = 0; i < per_piece; i++) to[i * step] = elements[i];
+  });
+}
+
+}  // namespace
+
+void gather_rows(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out, size_t row_pitch) {
+  gather(operand, shared, negate, out, row_pitch, false);
+}
+
+void gather_transposed(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out, size_t row_pitch) {
+  gather(operand, shared, negate, out, row_pitch, true);
+}
+
+void gather_rows_s32(const SharedOperand& operand, const uint8_t* shared, bool is_signed, int32_t* out,
+                     size_t row_pitch) {
+  const int row_step = operand.major == Major::mn ? 16 : 1;
+  const int k_step = operand.major == Major::k ? 16 : 1;
+  for (int row = 0; row < operand.rows; row += row_step)
+    for (int k = 0; k < operand.depth; k += k_step) {
+      const uint8_t* piece =
+          shared + swizzle_address(detail::piece_address(operand, row, k), operand.descriptor.swizzle);
+      for (int i = 0; i < 16; i++) {
+        const size_t at_row = static_cast<size_t>(operand.major == Major::mn ? row + i : row);
+        const size_t at_k = static_cast<size_t>(operand.major == Major::k ? k + i : k);
+        out[at_row * row_pitch + at_k] = is_signed ? static_cast<int8_t>(piece[i]) : static_cast<int32_t>(piece[i]);
+      }
+    }
+}
+
+// ------------------------------------------------------------------------------------------ instruction descriptor
+
+namespace {
+
+// Element formats by the 3-bit codes of each kind; false: the code does not exist or is not emulated.
+bool element_format(MmaKind kind, uint32_t code, Format& format) {
+  switch (kind) {
+    case MmaKind::f16:
+      format = code == 0 ? Format::f16 : Format::bf16;
+      return code <= 1;
+    case MmaKind::tf32:
+      format = Format::tf32;
+      return code == 2;
+    case MmaKind::f8f6f4:
+      format = code == 0 ? Format::e4m3 : Format::e5m2;
+      return code <= 1;
+    case MmaKind::i8:
+      format = Format::e4m3;
+      return code <= 1;  // one byte; signedness is kept apart
+  }
+  return false;
+}
+
+uint32_t element_code(MmaKind kind, Format format, bool is_signed) {
+  switch (kind) {
+    case MmaKind::f16:
+      return format == Format::bf16;
+    case MmaKind::tf32:
+      return 2;
+    case MmaKind::f8f6f4:
+      return format == Format::e5m2;
+    case MmaKind::i8:
+      return is_signed;
+  }
+  return 0;
+}
+
+int depth_of(MmaKind kind) { return kind == MmaKind::f16 ? 16 : kind == MmaKind::tf32 ? 8 : 32; }
+
+std::string check_shape(const MmaShape& shape, int cta_group, MmaKind kind, const std::string& name) {
+  const bool m_ok = cta_group == 1 ? shape.m == 64 || shape.m == 128 : shape.m == 128 || shape.m == 256;
+  if (!m_ok)
+    return name + " has M " + std::to_string(shape.m) + "; accepted with cta_group::" + std::to_string(cta_group) +
+           (cta_group == 1 ? " are 64 and 128." : " are 128 and 256.");
+  int step = shape.m == 64 ? 8 : cta_group == 1 ? 16 : 32;
+  if (kind == MmaKind::i8) step = std::max(step, 16);  // and 8, 24 below
+  const bool small_i8 = kind == MmaKind::i8 && cta_group == 1 && shape.m == 64 && (shape.n == 8 || shape.n == 24);
+  if (!small_i8 && (shape.n < step || shape.n > 256 || shape.n % step != 0))
+    return name + " has N " + std::to_string(shape.n) + "; accepted are multiples of " + std::to_string(step) +
+           " up to 256.";
+  return {};
+}
+
+}  // namespace
+
+std::string decode_instruction_descriptor(uint32_t word, MmaKind kind, int cta_group,
+                                          InstructionDescriptor& descriptor) {
+  descriptor = InstructionDescriptor{};
+  const std::string name = "The instruction descriptor " + hexadecimal(word);
+  if (bits(word, 2, 1)) return name + " asks for a sparse product, which is not emulated.";
+  const uint32_t d_code = static_cast<uint32_t>(bits(word, 4, 2));
+  const uint32_t a_code = static_cast<uint32_t>(bits(word, 7, 3)), b_code = static_cast<uint32_t>(bits(word, 10, 3));
+  if (!element_format(kind, a_code, descriptor.a_format) || !element_format(kind, b_code, descriptor.b_format))
+    return name + " has element codes " + std::to_string(a_code) + " and " + std::to_string(b_code) +
+           ", which its kind does not have or which are not emulated.";
+  const uint32_t wanted = kind == MmaKind::i8 ? 2 : 1;
+  const bool f16_allowed = kind == MmaKind::f8f6f4 || (kind == MmaKind::f16 && a_code == 0 && b_code == 0);
+  if (d_code != wanted && !(f16_allowed && d_code == 0))
+    return name + " has accumulator code " + std::to_string(d_code) + ", which its kind does not accept.";
+  descriptor.accumulate_f16 = d_code == 0;
+  descriptor.a_signed = kind == MmaKind::i8 && a_code == 1;
+  descriptor.b_signed = kind == MmaKind::i8 && b_code == 1;
+  descriptor.saturate_s32 = kind == MmaKind::i8 && bits(word, 3, 1);
+  descriptor.negate_a = bits(word, 13, 1);
+  descriptor.negate_b = bits(word, 14, 1);
+  if (kind == MmaKind::i8 && (descriptor.negate_a || descriptor.negate_b)) return name + " negates an integer operand.";
+  descriptor.a_major = bits(word, 15, 1) ? Major::mn : Major::k;
+  descriptor.b_major = bits(word, 16, 1) ? Major::mn : Major::k;
+  descriptor.shape = {static_cast<int>(bits(word, 24, 5)) * 16, static_cast<int>(bits(word, 17, 6)) * 8,
+                      depth_of(kind)};
+  if (bits(word, 6, 1) || bits(word, 23, 1) || bits(word, 29, 1)) return name + " has a reserved bit set.";
+  return check_shape(descriptor.shape, cta_group, kind, name);
+}
+
+uint32_t encode_instruction_descriptor(const InstructionDescriptor& descriptor, MmaKind kind) {
+  const uint32_t d_code = kind == MmaKind::i8 ? 2 : descriptor.accumulate_f16 ? 0 : 1;
+  return uint32_t{descriptor.saturate_s32} << 3 | d_code << 4 |
+         element_code(kind, descriptor.a_format, descriptor.a_signed) << 7 |
+         element_code(kind, descriptor.b_format, descriptor.b_signed) << 10 | uint32_t{descriptor.negate_a} << 13 |
+         uint32_t{descriptor.negate_b} << 14 | uint32_t{descriptor.a_major == Major::mn} << 15 |
+         uint32_t{descriptor.b_major == Major::mn} << 16 | static_cast<uint32_t>(descriptor.shape.n / 8) << 17 |
+         static_cast<uint32_t>(descriptor.shape.m / 16) << 24;
+}
+
+// --------------------------------------------------------------------------------------------------- tensor memory
+
+AccumulatorMap accumulator_map(const MmaShape& shape, int cta_group) {
+  if (cta_group == 1) return {shape.m, 1, shape.n, shape.m == 64};
+  const bool halves = shape.m == 128;
+  return {shape.m / 2, halves ? 2 : 1, halves ? shape.n / 2 : shape.n, false};
+}
+
+std::string check_accumulator(const MmaProduct& product) {
+  const AccumulatorMap map = accumulator_map(product.instruction.shape, product.cta_group);
+  if (product.column + static_cast<uint32_t>(map.columns) > kTensorColumns)
+    return "D starts at tensor-memory column " + std::to_string(product.column) + " and takes " +
+           std::to_string(map.columns) + " columns, beyond 512.";
+  const bool lane_ok = product.lane == 0 || (map.spread && product.lane == 16);
+  if (!lane_ok)
+    return "D starts at tensor-memory lane " + std::to_string(product.lane) + "; accepted " +
+           (map.spread ? "are 0 and 16." : "is 0.");
+  return {};
+}
+
+namespace {
+
+bool lane_disabled(const MmaProduct& product, int lane) {
+  return product.disabled_lanes != nullptr && ((product.disabled_lanes[lane / 32] >> (lane % 32)) & 1);
+}
+
+// Rows of one block of D as pointers into tensor memory, null where disabled.
+void accumulator_rows(const MmaProduct& product, const AccumulatorMap& map, int block, uint32_t* tensor_memory,
+                      uint32_t* rows[128]) {
+  for (int row = 0; row < map.rows; row++) {
+    const int lane = map.lane(row, block) + static_cast<int>(product.lane);
+    rows[row] = lane_disabled(product, lane)
+                    ? nullptr
+                    : tensor_memory + static_cast<size_t>(lane) * kTensorColumns + product.column;
+  }
+}
+
+// Tensor-memory words that hold floats are read and written by memcpy only, here and in the product.
+void scale_row(void* row, int columns, int exponent) {
+  float values[kTensorColumns];
+  const size_t bytes = sizeof(float) * static_cast<size_t>(columns);
+  std::memcpy(values, row, bytes);
+  for (int j = 0; j < columns; j++) values[j] = std::ldexp(values[j], -exponent);
+  std::memcpy(row, values, bytes);
+}
+
+// A row of 16-bit sums (one a register) through f32 scratch: widened, accumulated, rounded once.
+void widen_f16_row(const uint32_t* row, int columns, float* out) {
+  for (int j = 0; j < columns; j++) out[j] = f16_to_f32(row[j] & 0xffff);
+}
+void narrow_f16_row(const float* in, int columns, uint32_t* row) {
+  for (int j = 0; j < columns; j++) row[j] = from_f32(Format::f16, in[j]);
+}
+
+}  // namespace
+
+void multiply_into_tensor_memory(const MmaProduct& product, const float* a, int a_blocks, const float* b,
+                                 uint32_t* tensor_memory) {
+  const MmaShape& shape = product.instruction.shape;
+  const AccumulatorMap map = accumulator_map(shape, product.cta_group);
+  std::vector<float> scratch(product.instruction.accumulate_f16 ? static_cast<size_t>(map.rows * map.columns) : 0);
+  for (int block = 0; block < map.blocks; block++) {
+    uint32_t* rows[128];
+    float* sums[128];
+    accumulator_rows(product, map, block, tensor_memory, rows);
+    for (int row = 0; row < map.rows; row++) {
+      sums[row] = rows[row] == nullptr ? nullptr : reinterpret_cast<float*>(rows[row]);
+      if (product.instruction.accumulate_f16 && rows[row] != nullptr) {
+        sums[row] = scratch.data() + static_cast<size_t>(row * map.columns);
+        if (product.accumulate) widen_f16_row(rows[row], map.columns, sums[row]);
+      }
+      if (product.accumulate && product.scale_input_d != 0 && sums[row] != nullptr)
+        scale_row(sums[row], map.columns, product.scale_input_d);
+    }
+    const float* a_block = a + (a_blocks > 1 ? static_cast<size_t>(block * map.rows * shape.k) : 0);
+    multiply_rows_pitched(sums, map.rows, map.columns, shape.k, a_block, b + block * map.columns,
+                          static_cast<size_t>(shape.n), product.accumulate);
+    if (product.instruction.accumulate_f16)
+      for (int row = 0; row < map.rows; row++)
+        if (rows[row] != nullptr) narrow_f16_row(sums[row], map.columns, rows[row]);
+  }
+}
+
+void multiply_into_tensor_memory_s32(const MmaProduct& product, const int32_t* a, const int32_t* b,
+                                     uint32_t* tensor_memory) {
+  const MmaShape& shape = product.instruction.shape;
+  const AccumulatorMap map = accumulator_map(shape, product.cta_group);
+  for (int block = 0; block < map.blocks; block++) {
+    uint32_t* rows[128];
+    accumulator_rows(product, map, block, tensor_memory, rows);
+    for (int row = 0; row < map.rows; row++) {
+      if (rows[row] == nullptr) continue;
+      for (int j = 0; j < map.columns; j++) {
+        int64_t sum = product.accumulate ? static_cast<int32_t>(rows[row][j]) : 0;
+        for (int k = 0; k < shape.k; k++)
+          sum += int64_t{a[row * shape.k + k]} * b[k * shape.n + block * map.columns + j];
+        if (product.instruction.saturate_s32) sum = std::clamp<int64_t>(sum, INT32_MIN, INT32_MAX);
+        rows[row][j] = static_cast<uint32_t>(sum);
+      }
+    }
+  }
+}
+
+namespace {
+
+// Elements of packed 32-bit words.
+void unpack_words(Format format, const uint32_t* words, int count, float* out) {
+  switch (detail::format_bytes(format)) {
+    case 4:
+      for (int i = 0; i < count; i++) out[i] = to_f32(format, words[i]);
+      return;
+    case 2:
+      for (int i = 0; i < 2 * count; i++) out[i] = to_f32(format, words[i / 2] >> (16 * (i % 2)));
+      return;
+    default:
+      for (int i = 0; i < 4 * count; i++) out[i] = to_f32(format, words[i / 4] >> (8 * (i % 4)));
+  }
+}
+
+}  // namespace
+
+int a_columns(const InstructionDescriptor& instruction) {
+  return instruction.shape.k * detail::format_bytes(instruction.a_format) / 4;
+}
+
+void gather_a_from_tensor_memory(const InstructionDescriptor& instruction, int cta_group, int block, uint32_t lane,
+                                 uint32_t column, const uint32_t* tensor_memory, float* out) {
+  const AccumulatorMap map = accumulator_map(instruction.shape, cta_group);
+  const int depth = instruction.shape.k, columns = a_columns(instruction);
+  for (int row = 0; row < map.rows; row++) {
+    const size_t at = static_cast<size_t>(map.lane(row, block)) + lane;
+    float* to = out + static_cast<size_t>(row * depth);
+    unpack_words(instruction.a_format, tensor_memory + at * kTensorColumns + column, columns, to);
+    if (instruction.negate_a)
+      for (int k = 0; k < depth; k++) to[k] = -to[k];
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- registers
+
+void gather_a_from_registers(Format format, const uint32_t* const registers[4], bool negate, float* out) {
+  const int per_register = 4 / detail::format_bytes(format), depth = 8 * per_register;
+  for (int i = 0; i < 4; i++)
+    for (int lane = 0; lane < kLanes; lane++) {
+      float elements[4];
+      unpack_words(format, &registers[i][lane], 1, elements);
+      const int row = lane / 4 + 8 * (i % 2), k = per_register * (lane % 4 + 4 * (i / 2));
+      for (int e = 0; e < per_register; e++) out[row * depth + k + e] = negate ? -elements[e] : elements[e];
+    }
+}
+
+namespace {
+
+// Accumulators of one warp: register fragments to float[16][n] and back.
+void read_fragments(const WgmmaProduct& product, const uint32_t* const* registers, float* sums) {
+  for (int index = 0; index < product.n / 2; index++)
+    for (int lane = 0; lane < kLanes; lane++) {
+      const FragmentPlace place = wgmma_place(lane, index);
+      const uint32_t word =
+          product.accumulate_f16 ? registers[index / 2][lane] >> (16 * (index % 2)) : registers[index][lane];
+      sums[place.row * product.n + place.column] = product.accumulate_f16 ? f16_to_f32(word & 0xffff) : float_of(word);
+    }
+}
+
+void write_fragments(const WgmmaProduct& product, const float* sums, uint32_t* const* registers) {
+  for (int index = 0; index < product.n / 2; index++)
+    for (int lane = 0; lane < kLanes; lane++) {
+      const FragmentPlace place = wgmma_place(lane, index);
+      const float sum = sums[place.row * product.n + place.column];
+      if (!product.accumulate_f16) {
+        registers[index][lane] = bits_of(sum);
+      } else {
+        uint32_t& word = registers[index / 2][lane];
+        const int shift = 16 * (index % 2);
+        word = (word & ~(0xffffu << shift)) | from_f32(Format::f16, sum) << shift;
+      }
+    }
+}
+
+}  // namespace
+
+void multiply_into_registers(const WgmmaProduct& product, const float* a, const float* b, uint32_t* const* registers) {
+  float sums[16 * 256];
+  float* rows[16];
+  for (int row = 0; row < 16; row++) rows[row] = sums + row * product.n;
+  if (product.accumulate) read_fragments(product, registers, sums);
+  multiply_rows(rows, 16, product.n, product.k, a, b, product.accumulate);
+  write_fragments(product, sums, registers);
+}
+
+void mma_sync_m16n8(Format a_format, Format b_format, int k, const uint32_t* const* a, const uint32_t* const* b,
+                    const uint32_t* const c[4], uint32_t* const d[4]) {
+  const int per_register = 4 / detail::format_bytes(a_format),
+            chunk = 4 * per_register;  // k covered by one register of B
+  float a_rows[16 * 32], b_columns[32 * 8], sums[16 * 8];
+  for (int part = 0; part < k / chunk; part++)
+    for (int lane = 0; lane < kLanes; lane++) {
+      float elements[4];
+      const int first_k = part * chunk + per_register * (lane % 4);
+      for (int half = 0; half < 2; half++) {
+        unpack_words(a_format, &a[2 * part + half][lane], 1, elements);
+        for (int e = 0; e < per_register; e++) a_rows[(lane / 4 + 8 * half) * k + first_k + e] = elements[e];
+      }
+      unpack_words(b_format, &b[part][lane], 1, elements);
+      for (int e = 0; e < per_register; e++) b_columns[(first_k + e) * 8 + lane / 4] = elements[e];
+    }
+  const WgmmaProduct as_fragment{8, k, true, false};
+  read_fragments(as_fragment, c, sums);
+  float* rows[16];
+  for (int row = 0; row < 16; row++) rows[row] = sums + row * 8;
+  multiply_rows(rows, 16, 8, k, a_rows, b_columns, true);
+  write_fragments(as_fragment, sums, d);
+}
+
+}  // namespace jax_fa4::emulator
