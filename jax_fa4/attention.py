@@ -1,0 +1,159 @@
+"""The one entry point, `attention`, and `explain`, which says what a call of it gets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fa4 import arguments, autodiff, dispatch
+from jax_fa4.dispatch import Explanation, Implementation
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    segment_ids: Any = None,
+    causal_alignment: str = "top_left",
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    return_residual: bool = False,
+    deterministic: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Any:
+    r"""Scaled dot-product attention; a superset of `jax.nn.dot_product_attention`.
+
+    For each query row, over the keys that it sees,
+
+    .. math:: \mathrm{out} = \mathrm{softmax}(\mathrm{softcap}(\mathrm{scale} \, q k^T) + \mathrm{bias}) \, v
+
+    A row that sees no key gives output 0, log-sum-exp -inf (its sink, where there are sinks) and zero gradients. Rows
+    of query, key and value that take part in nothing may hold anything, NaN included. Scores, sums and the log-sum-exp
+    are float32, or float64 for float64 operands.
+
+    Args:
+      query: (..., T, N, D), bfloat16, float16, float32 or float64; any number of leading batch dimensions, or none.
+      key: (..., S, K, D) of query's dtype; N is a multiple of K, and query head n uses key head n // (N / K).
+      value: (..., S, K, Dv) of query's dtype.
+      bias: added to the logits; floats of any dtype that broadcast to (..., N, T, S), each dimension full or 1.
+      mask: bool, broadcasts to (..., N, T, S); True where the pair takes part.
+      scale: factor on the logits; a number, or a scalar array (then it has a gradient). None: 1 / sqrt(D).
+      is_causal: query i sees key j only if j <= i.
+      query_seq_lengths: (...) integers; query rows at or past their length see nothing.
+      key_value_seq_lengths: (...) integers; keys at or past their length are unseen. Either works without the other.
+      local_window_size: (left, right): query i sees key j only if i - left <= j <= i + right. An int w is (w, w); None
+        or -1 leaves a side unbounded. Together with `is_causal` it is the intersection.
+      segment_ids: (..., T) integers, or a pair of (..., T) and (..., S): a query sees a key only if their ids are
+        equal. Ids may come in any order, and must fit into int32; a negative id is padding, which sees nothing and is
+        not seen.
+      causal_alignment: "top_left": query 0 lies on the diagonal with key 0, as in jax.nn; "bottom_right": the last
+        query lies on it with the last key. Holds for causality and for the window.
+      logits_soft_cap: c > 0 caps logits: c * tanh(scale * q.k / c), before bias and mask.
+      sinks: (N,) floats, one more logit for each head in the denominator, without a value.
+      return_residual: also return the log-sum-exp, with its true gradient.
+      deterministic: gradients must be bitwise equal from run to run.
+      implementation: "fa4" (kernels), "emulated" (the same kernels on an emulated GPU), "blockwise" (pure JAX, linear
+        memory, on every device), "reference" (dense, derivatives of every order); or a sequence of these, tried in
+        order. None takes a kernel where one fits, else "blockwise". Only "reference" has forward-mode and second
+        derivatives.
+
+    NumPy arrays and Python sequences of ids and lengths are known when the call is traced: schedules are made then, and
+    values are checked. A `jax.Array` is traced always, so that new ids never recompile.
+
+    Returns:
+      The output (..., T, N, Dv) in query's dtype; with `return_residual` a pair of it and the log-sum-exp (..., T, N),
+      float32 (float64 for float64 operands).
+
+    Raises:
+      TypeError: an argument has the wrong kind or dtype; or forward-mode or second derivatives of an implementation
+        without them.
+      ValueError: an argument has the wrong shape or value.
+      NotImplementedError: no implementation that `implementation` names takes the call.
+
+    Source: Dao et al. 2022 (FlashAttention), Ainslie et al. 2023 (grouped heads), Xiao et al. 2023 (sinks).
+    """
+    names = dispatch.read_names(implementation)
+    call = arguments.read_call(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        causal_alignment=causal_alignment,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        return_residual=return_residual,
+        deterministic=deterministic,
+    )
+    target = dispatch.current_target(call.operands.query)
+
+    def attempt(chosen: Implementation) -> autodiff.Pair:
+        return autodiff.attend(chosen, call.problem, target, call.operands)
+
+    out, lse = dispatch.run(names, call.problem, target, attempt)
+    out = out.reshape(*call.leading, *out.shape[1:])
+    if not return_residual:
+        return out
+    return out, lse.reshape(*call.leading, *lse.shape[1:])
+
+
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    implementation: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Explanation:
+    """What `attention` does with the same arguments: which implementation takes the call, and why the others do not.
+
+    Nothing is computed; `jax.ShapeDtypeStruct` stands for an array wherever `attention` takes one.
+
+    Args:
+      query: as for `attention`.
+      key: as for `attention`.
+      value: as for `attention`.
+      bias: as for `attention`.
+      mask: as for `attention`.
+      implementation: as for `attention`; None reports on the automatic choice.
+      **options: the other keyword arguments of `attention`.
+
+    Returns:
+      An `Explanation`, which prints as a report.
+
+    Raises:
+      TypeError: as `attention`.
+      ValueError: as `attention`.
+    """
+    names = dispatch.read_names(implementation)
+    target = dispatch.current_target(query)
+    given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
+    leaves, tree = jax.tree.flatten(given)
+    is_array = [isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in leaves]
+    problems = []
+
+    def read(arrays: list[jax.Array]) -> jax.Array:
+        remaining = iter(arrays)
+        merged = [next(remaining) if flag else leaf for leaf, flag in zip(leaves, is_array, strict=True)]
+        problems.append(arguments.read_call(**jax.tree.unflatten(tree, merged)).problem)
+        return jnp.zeros(())
+
+    jax.eval_shape(read, [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag])
+    return dispatch.explain_problem(names, problems[0], target)
