@@ -262,17 +262,70 @@ def _intervals(
 
 
 def _narrow_by_ids(xp: Any, lo: Array, hi: Array, row_ids: Array, column_ids: Array) -> tuple[Array, Array, Array]:
-    """The hull of the columns in [lo, hi) whose id is the row's, and how many these are.
+    """The hull of the columns in [lo, hi) whose id is the row's, and how many these are; all (B, R)."""
+    shape = row_ids.shape
+    lo, hi = xp.broadcast_to(lo, shape), xp.broadcast_to(hi, shape)
+    if 0 in shape or column_ids.shape[1] == 0:
+        zeros = xp.zeros(shape, xp.int32)
+        return zeros, zeros, zeros
+    if xp is jnp:
+        return _narrow_by_sorting(xp, lo, hi, row_ids, column_ids)
+    start, end, is_scattered = _runs_of_ids(row_ids, column_ids)
+    lo, hi = np.maximum(lo, start), np.minimum(hi, end)
+    visible = np.maximum(hi - lo, 0)
+    if is_scattered.any():
+        scattered = (part[is_scattered] for part in (lo, hi, row_ids, column_ids))
+        for part, narrowed in zip((lo, hi, visible), _narrow_by_sorting(np, *scattered), strict=True):
+            part[is_scattered] = narrowed
+    return lo, hi, visible
+
+
+def _runs_of_ids(row_ids: np.ndarray, column_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The columns [start, end) that hold each row's id, (B, R), for documents that lie together, which most do.
+
+    Only the heads of runs of equal ids are sorted and looked up, so that a long row with few documents costs little.
+    The third result, (B,) bool, tells batch rows in which some id has several runs; there a row gets all columns.
+    """
+    row_keys, _, row_counts = _runs(row_ids)
+    keys, starts, counts = _runs(column_ids)
+    is_document = (keys & 0xFFFFFFFF) >= _FIRST_ID
+    keys, starts, counts = keys[is_document], starts[is_document], counts[is_document]
+    order = np.argsort(keys)
+    keys = np.append(keys[order], -1)  # the last, found by what is nowhere else, is an empty run
+    starts, ends = np.append(starts[order], 0), np.append((starts + counts)[order], 0)
+    is_scattered = np.zeros(len(row_ids), bool)
+    is_scattered[keys[1:][keys[1:] == keys[:-1]] >> 32] = True
+    place = np.searchsorted(keys[:-1], row_keys)
+    place[keys[place] != row_keys] = len(keys) - 1
+    start = np.repeat(starts[place].astype(np.int32), row_counts).reshape(row_ids.shape)
+    end = np.repeat(ends[place].astype(np.int32), row_counts).reshape(row_ids.shape)
+    start[is_scattered], end[is_scattered] = 0, column_ids.shape[1]
+    return start, end, is_scattered
+
+
+_FIRST_ID = 1 << 31  # what id 0 becomes in the low half of a key, so that keys order negative ids below it
+
+
+def _runs(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs of equal ids of all batch rows, in order: (batch row, id) as one int64 key, first position, length."""
+    flat = ids.ravel()
+    is_head = np.ones(flat.shape, bool)
+    np.not_equal(flat[1:], flat[:-1], out=is_head[1:])
+    is_head[:: ids.shape[1]] = True
+    heads = np.flatnonzero(is_head)
+    batch, position = np.divmod(heads, ids.shape[1])
+    keys = (batch << 32) + (flat[heads].astype(np.int64) + _FIRST_ID)
+    return keys, position, np.diff(heads, append=flat.size)
+
+
+def _narrow_by_sorting(xp: Any, lo: Array, hi: Array, row_ids: Array, column_ids: Array) -> tuple[Array, Array, Array]:
+    """`_narrow_by_ids` for ids in any order.
 
     Columns are sorted by (id, position); those of a row's id and interval then lie together, between two ranks.
     """
-    batch, columns = column_ids.shape
+    columns = column_ids.shape[1]
     rows = row_ids.shape[1]
-    if columns == 0:
-        zeros = xp.zeros((batch, rows), xp.int32)
-        return zeros, zeros, zeros
-    shape = (batch, rows)
-    positions = xp.concatenate([xp.broadcast_to(lo, shape), xp.broadcast_to(hi, shape)], axis=1)
+    positions = xp.concatenate([lo, hi], axis=1)
     ids = xp.concatenate([row_ids, row_ids], axis=1)
     search = _search_numpy if xp is np else _search_jax
     sorted_positions, ranks = search(column_ids, ids, positions)

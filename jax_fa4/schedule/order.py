@@ -1,0 +1,320 @@
+"""The order in which tiles are handed to multiprocessors, as a table that a kernel only walks.
+
+An item of work is one row tile of one head of one batch row, with the bounds of the column tiles it must visit. Handing
+out the longest items first leaves no multiprocessor with a long one at the end; keeping heads together that fit in the
+L2 cache lets items find each other's keys and values there. The table does both: batch rows outermost, the one with the
+heaviest tile first; in each, sections of heads that fit in L2; in a section, the longest tile first, and for each tile
+all heads of the section, those that share keys and values next to each other (FlashAttention-4, arXiv 2603.05451,
+section 3.3).
+
+That order has one weakness, which the paper leaves: a section that starts late may hold an item longer than all the
+work that is left, as when one document of a packed row dwarfs the others. Such a section is merged with those before
+it, as many as it takes for its longest item to end with the rest.
+
+All of it is array arithmetic that NumPy does while a call is traced, or XLA at run time where ids or lengths are
+traced.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa4.cost import Architecture, ItemCost, backward_tile, forward_tile
+from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.schedule.tiles import Intervals, TileBounds, key_intervals, query_intervals, tile_bounds
+
+Array = Any  # np.ndarray or jax.Array
+
+
+class Policy(enum.Enum):
+    """How items are ordered; all but the last are for comparison."""
+
+    PLAIN = "plain"  # batch rows, heads, row tiles, each from first to last
+    REVERSED = "reversed"  # the same with row tiles from last to first: longest first if the mask is causal
+    LONGEST_FIRST = "longest_first"
+
+
+class Column(enum.IntEnum):
+    """Columns of the table. The last four are `TileBounds`, in column tiles."""
+
+    BATCH = 0
+    HEAD = 1
+    TILE = 2
+    COMPARE_IDS = 3  # 1 where partial tiles must compare ids besides intervals
+    BEGIN = 4
+    FULL_BEGIN = 5
+    FULL_END = 6
+    END = 7
+
+
+class WorkTable(NamedTuple):
+    """A schedule: a pytree of NumPy arrays, or of JAX arrays where masks are traced.
+
+    Attributes:
+      items: (n, 8) int32, one item a row, in the order in which they are handed out; see `Column`. Every row tile of
+      every head is
+        there once, also those that see nothing, since their outputs must be written.
+      clocks: (n,) int32, what each item is estimated to take.
+      batch_order: (B,) int32, virtual to actual batch row: where each place in the order of batch rows is taken from.
+    """
+
+    items: Array
+    clocks: Array
+    batch_order: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkGrid:
+    """What there is to order, apart from the mask.
+
+    Attributes:
+      batch: batch rows.
+      heads: heads that items are made for.
+      sharing_heads: neighbouring heads that use the same data in L2; divides `heads`.
+      shared_bytes: size of that data for one group of them and one batch row.
+      row_tile: rows of an item.
+      column_tile: columns of a tile.
+      columns: columns of the score matrix.
+      cost: clocks of an item.
+      section_l2_bytes: bytes of L2 that a section may fill.
+      slots: items that run at a time: multiprocessors, or pairs of them.
+    """
+
+    batch: int
+    heads: int
+    sharing_heads: int
+    shared_bytes: int
+    row_tile: int
+    column_tile: int
+    columns: int
+    cost: ItemCost
+    section_l2_bytes: int
+    slots: int
+
+    @property
+    def section_heads(self) -> int:
+        """Heads of a section: those of the greatest power of two of groups that fits in L2, at least one group's."""
+        groups = self.section_l2_bytes // max(self.shared_bytes, 1)
+        power_of_two = 1 << max(groups.bit_length() - 1, 0)
+        return min(power_of_two * self.sharing_heads, max(self.heads, 1))
+
+    @property
+    def sections(self) -> int:
+        """Sections of each batch row."""
+        return -(-self.heads // self.section_heads)
+
+
+def forward_grid(
+    problem: AttentionProblem, query_tile: int, key_tile: int, arch: Architecture, *, ctas: int = 1
+) -> WorkGrid:
+    """The grid of the forward pass: items are query tiles, and L2 keeps keys and values.
+
+    Args:
+      problem: the call.
+      query_tile: query rows of an item; of a pair, where `ctas` is 2.
+      key_tile: keys of a block.
+      arch: the GPU.
+      ctas: multiprocessors that share an item.
+    """
+    dims = problem.head_dim, problem.value_dim
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    return WorkGrid(
+        batch=problem.batch,
+        heads=problem.query_heads,
+        sharing_heads=max(problem.group_size, 1),
+        shared_bytes=problem.key_length * sum(dims) * itemsize,
+        row_tile=query_tile,
+        column_tile=key_tile,
+        columns=problem.key_length,
+        cost=ItemCost.of(forward_tile(arch, query_tile // ctas, key_tile, *dims, ctas=ctas)),
+        section_l2_bytes=arch.section_l2_bytes,
+        slots=arch.sms // ctas,
+    )
+
+
+def backward_grid(
+    problem: AttentionProblem,
+    query_tile: int,
+    key_tile: int,
+    arch: Architecture,
+    *,
+    ctas: int = 1,
+    whole_group: bool = False,
+) -> WorkGrid:
+    """The grid of the backward pass: items are key tiles, and L2 keeps what they read and add to for each query.
+
+    That is queries, output gradients and float32 sums of query gradients.
+
+    Args:
+      problem: the call.
+      query_tile: queries of a block.
+      key_tile: key rows of an item; of a pair, where `ctas` is 2.
+      arch: the GPU.
+      ctas: multiprocessors that share an item.
+      whole_group: whether an item walks all query heads that share its KV head, so that items are made for KV heads.
+    """
+    dims = problem.head_dim, problem.value_dim
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    group = max(problem.group_size, 1) if whole_group else 1
+    cost = ItemCost.of(backward_tile(arch, query_tile, key_tile // ctas, *dims, ctas=ctas))
+    return WorkGrid(
+        batch=problem.batch,
+        heads=problem.query_heads // group,
+        sharing_heads=1,
+        shared_bytes=problem.query_length * (sum(dims) * itemsize + problem.head_dim * 4) * group,
+        row_tile=key_tile,
+        column_tile=query_tile,
+        columns=problem.query_length,
+        cost=dataclasses.replace(cost, full=cost.full * group, partial=cost.partial * group),
+        section_l2_bytes=arch.section_l2_bytes,
+        slots=arch.sms // ctas,
+    )
+
+
+def forward_table(
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    query_tile: int,
+    key_tile: int,
+    arch: Architecture,
+    *,
+    ctas: int = 1,
+    policy: Policy = Policy.LONGEST_FIRST,
+) -> WorkTable:
+    """The schedule of a forward pass; see `forward_grid` for the arguments.
+
+    Returns:
+      A WorkTable of NumPy arrays, kept from call to call, where all ids and lengths are known when the call is traced;
+      of JAX arrays where one is not.
+    """
+    grid = forward_grid(problem, query_tile, key_tile, arch, ctas=ctas)
+    return _table(problem, operands, grid, policy, query_intervals)
+
+
+def backward_table(
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    query_tile: int,
+    key_tile: int,
+    arch: Architecture,
+    *,
+    ctas: int = 1,
+    whole_group: bool = False,
+    policy: Policy = Policy.LONGEST_FIRST,
+) -> WorkTable:
+    """The schedule of a backward pass; see `backward_grid` for the arguments and `forward_table` for the result."""
+    grid = backward_grid(problem, query_tile, key_tile, arch, ctas=ctas, whole_group=whole_group)
+    return _table(problem, operands, grid, policy, key_intervals)
+
+
+def _table(
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    grid: WorkGrid,
+    policy: Policy,
+    intervals_of: Callable[..., Intervals],
+) -> WorkTable:
+    mask_operands = problem.mask_operands(operands)
+    if any(isinstance(operand, jax.Array) for operand in mask_operands):
+        return make_table(grid, intervals_of(problem.mask, mask_operands), policy)
+    return _concrete_table(problem, grid, policy, intervals_of)
+
+
+@functools.lru_cache(maxsize=256)
+def _concrete_table(
+    problem: AttentionProblem, grid: WorkGrid, policy: Policy, intervals_of: Callable[..., Intervals]
+) -> WorkTable:
+    table = make_table(grid, intervals_of(problem.mask, problem.mask_operands(AttentionOperands())), policy)
+    for array in table:
+        array.flags.writeable = False
+    return table
+
+
+def make_table(grid: WorkGrid, intervals: Intervals, policy: Policy = Policy.LONGEST_FIRST) -> WorkTable:
+    """Orders all items of a grid.
+
+    Args:
+      grid: what there is to order.
+      intervals: what each row sees, (B', R) with B' = 1 or the grid's batch; NumPy or JAX.
+      policy: how to order.
+
+    Returns:
+      The WorkTable, of the same kind of arrays as `intervals`.
+    """
+    xp = jnp if isinstance(intervals.lo, jax.Array) else np
+    bounds = tile_bounds(intervals, grid.row_tile, grid.column_tile, grid.columns)
+    row_tiles = bounds.end.shape[1]
+    clocks = xp.broadcast_to(_item_clocks(xp, bounds, grid.cost), (grid.batch, row_tiles))
+    batch_order = xp.arange(grid.batch, dtype=xp.int32)
+    # Each place in the table by (virtual batch row, row tile, head): the last varies fastest unless policies say
+    # otherwise.
+    places = xp.arange(grid.batch * row_tiles * grid.heads, dtype=xp.int32)
+    if policy is Policy.LONGEST_FIRST:
+        batch_order, places = _longest_first(xp, grid, clocks, places)
+    else:
+        step = -1 if policy is Policy.REVERSED else 1
+        shaped = places.reshape(grid.batch, row_tiles, grid.heads)[:, ::step]
+        places = shaped.swapaxes(1, 2).ravel()
+    virtual_tile, head = xp.divmod(places, max(grid.heads, 1))
+    virtual, tile = xp.divmod(virtual_tile, max(row_tiles, 1))
+    batch = batch_order[virtual]
+
+    def of_item(values: Array) -> Array:
+        return xp.broadcast_to(values, (grid.batch, row_tiles))[batch, tile]
+
+    compare_ids = of_item(~intervals.exact[:, None])
+    columns = (batch, head, tile, compare_ids, *(of_item(bound) for bound in bounds))
+    items = xp.stack([column.astype(xp.int32) for column in columns], axis=1)
+    return WorkTable(items, of_item(clocks), batch_order)
+
+
+def _item_clocks(xp: Any, bounds: TileBounds, cost: ItemCost) -> Array:
+    """(B', row_tiles) int32: the overhead, and each tile of either class."""
+    full = bounds.full_end - bounds.full_begin
+    partial = bounds.end - bounds.begin - full
+    return (cost.overhead + cost.full * full + cost.partial * partial).astype(xp.int32)
+
+
+def _longest_first(xp: Any, grid: WorkGrid, clocks: Array, places: Array) -> tuple[Array, Array]:
+    """The order of batch rows, and the places of all items sorted by section, then longest first."""
+    row_tiles = clocks.shape[1]
+    if places.size == 0:
+        return xp.arange(grid.batch, dtype=xp.int32), places
+    heaviest = clocks.max(axis=1)
+    batch_order = xp.lexsort((-heaviest,)).astype(xp.int32)
+    work = clocks[batch_order].astype(xp.float32).sum(axis=1)
+    heads_of_section = np.minimum(grid.section_heads, grid.heads - np.arange(grid.sections) * grid.section_heads)
+    section_work = (work[:, None] * heads_of_section.astype(np.float32)).ravel()
+    section_longest = xp.repeat(heaviest[batch_order], grid.sections).astype(xp.float32)
+    groups = _merge_sections(xp, section_work, section_longest, grid.slots).reshape(grid.batch, grid.sections)
+    section_of_head = np.arange(grid.heads) // grid.section_heads
+    shape = (grid.batch, row_tiles, grid.heads)
+    group = xp.broadcast_to(groups[:, section_of_head][:, None, :], shape).ravel()
+    longest_first = xp.broadcast_to(-clocks[batch_order][:, :, None], shape).ravel()
+    return batch_order, places[xp.lexsort((longest_first, group))]
+
+
+def _merge_sections(xp: Any, work: Array, longest: Array, slots: int) -> Array:
+    """The group of each section, ascending: sections share one where a later one's longest item would end too late.
+
+    Args:
+      xp: numpy or jax.numpy.
+      work: clocks of each section's items together, in the sections' order.
+      longest: clocks of each section's longest item, which never increases from a section to the next.
+      slots: items that run at a time.
+
+    Returns:
+      int32 of the same length.
+    """
+    remaining = xp.cumsum(work[::-1])[::-1]
+    # The last section at which enough work remains, on every slot, for this section's longest item to end with it.
+    latest_start = xp.searchsorted(-remaining, -longest * slots, side="right") - 1
+    sections = xp.arange(work.shape[0])
+    is_joined = (latest_start < sections) & (sections > 0)
+    return xp.cumsum(~is_joined).astype(xp.int32)
