@@ -20,8 +20,10 @@ from jax_fa4 import dispatch
 from jax_fa4.dispatch import DifferentiableOnce, Implementation, Target
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.reference import reference
+from jax_fa4.reverse_only import reverse_only
 
 RESIDUAL_NAME = "context"
+FLOATING = ("query", "key", "value", "bias", "sinks", "scale")  # operands that have a gradient
 
 Pair = tuple[jax.Array, jax.Array]  # the output (B, T, N, Dv) and the log-sum-exp (B, T, N), or their cotangents
 
@@ -36,10 +38,12 @@ def attend(
     pass may depend on it.
 
     Raises:
-      TypeError: under a second derivative of an implementation with its own backward pass.
+      TypeError: under forward-mode or second derivatives of an implementation with its own backward pass.
     """
     if isinstance(implementation, DifferentiableOnce):
-        return _attention(implementation, problem, target, operands)
+        floats = {name: getattr(operands, name) for name in FLOATING if getattr(operands, name) is not None}
+        floats = dict(zip(floats, reverse_only(implementation.name, *floats.values()), strict=True))
+        return _attention(implementation, problem, target, operands._replace(**floats))
     with dispatch.target(target):
         return implementation.forward(problem, operands)
 
@@ -173,9 +177,7 @@ def _backward(
 
 def _due(operands: AttentionOperands) -> AttentionOperands:
     """The operands whose cotangents an implementation owes."""
-    return AttentionOperands(
-        query=operands.query, key=operands.key, value=operands.value, bias=operands.bias, scale=operands.scale
-    )
+    return AttentionOperands(**{name: getattr(operands, name) for name in FLOATING if name != "sinks"})
 
 
 def _fold(x: jax.Array, is_mapped: bool, copies: int) -> jax.Array:
