@@ -111,9 +111,7 @@ def read_call(
         has_query_lengths=query_lengths is not None,
         has_key_lengths=key_lengths is not None,
         has_segment_ids=query_ids is not None,
-        constants=MaskConstants(
-            **{name: x if isinstance(x, HostArray) else None for name, x in vectors.items()}
-        ),
+        constants=MaskConstants(**{name: x if isinstance(x, HostArray) else None for name, x in vectors.items()}),
         return_residual=_read_flag("return_residual", return_residual),
         deterministic=_read_flag("deterministic", deterministic),
     )
