@@ -67,7 +67,9 @@ class Reference:
         """
         wide = problem.accumulation_dtype
         visible = visible_pairs(problem, operands)
-        query, key, value = _without_unseen(problem, operands, visible)
+        sees = jnp.swapaxes(jnp.any(visible, axis=3), 1, 2)[..., None]  # (B or 1, T, N or 1, 1)
+        query = jnp.where(sees, operands.query, 0).astype(wide)
+        key, value = _seen_rows(problem, operands, visible)
         scores = _scores(problem, operands, query, key)
         scores = jnp.where(visible, scores, -jnp.inf)
         row_max = jnp.max(scores, axis=-1, initial=-math.inf)
@@ -88,22 +90,20 @@ class Reference:
         probs = probs.reshape(problem.batch, problem.kv_heads, problem.group_size, *probs.shape[2:])
         out = jnp.einsum("bkgts,bskd->btkgd", probs, value, precision=jax.lax.Precision.HIGHEST)
         out = out.reshape(problem.batch, problem.query_length, problem.query_heads, problem.value_dim)
+        out = jnp.where(sees, out, 0)  # and so the cotangent of a row that sees nothing stops here, whatever it holds
         return out.astype(problem.dtype), jnp.swapaxes(lse, 1, 2)
 
 
-def _without_unseen(
+def _seen_rows(
     problem: AttentionProblem, operands: AttentionOperands, visible: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value in the wide dtype, zeros where a row takes part in nothing: NaN there must not matter."""
-    wide = problem.accumulation_dtype
-    sees = jnp.swapaxes(jnp.any(visible, axis=3), 1, 2)[..., None]  # (B or 1, T, N or 1, 1)
+) -> tuple[jax.Array, jax.Array]:
+    """Key and value in the wide dtype, zeros in rows that no query sees: NaN there must not matter."""
     seen = jnp.any(visible, axis=2)  # (B or 1, N or 1, S)
     if seen.shape[1] == problem.query_heads and problem.kv_heads:
         seen = jnp.any(seen.reshape(seen.shape[0], problem.kv_heads, problem.group_size, -1), axis=2)
     seen = jnp.swapaxes(seen, 1, 2)[..., None]  # (B or 1, S, K or 1, 1)
-    query = jnp.where(sees, operands.query, 0).astype(wide)
-    key, value = (jnp.where(seen, rows, 0).astype(wide) for rows in (operands.key, operands.value))
-    return query, key, value
+    key, value = (jnp.where(seen, rows, 0) for rows in (operands.key, operands.value))
+    return key.astype(problem.accumulation_dtype), value.astype(problem.accumulation_dtype)
 
 
 def _scores(problem: AttentionProblem, operands: AttentionOperands, query: jax.Array, key: jax.Array) -> jax.Array:
