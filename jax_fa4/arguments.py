@@ -122,6 +122,8 @@ def _seen(value: Any) -> str:
     """The value as an error shows it: dtype and shape of an array, a shortened repr of anything else."""
     if hasattr(value, "shape") and hasattr(value, "dtype") and value.shape != ():
         return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(_seen(item) for item in value)})"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -389,12 +391,11 @@ def _read_segment_ids(ids: Any, sizes: Sizes) -> tuple[HostArray | jax.Array | N
             f"segment_ids is one array, but query has length {sizes.query_length} and key {sizes.key_length}. "
             "Pass a pair: segment_ids=(query_ids (..., T), key_value_ids (..., S))."
         )
-    names = ("segment_ids[0]", "segment_ids[1]") if is_pair else ("segment_ids", "segment_ids")
-    lengths = (sizes.query_length, sizes.key_length)
-    query_ids, key_ids = ids if is_pair else (ids, ids)
-    first = _read_ids(names[0], query_ids, sizes, lengths[0])
-    second = _read_ids(names[1], key_ids, sizes, lengths[1]) if key_ids is not query_ids else first
-    return first, second
+    if not is_pair:
+        both = _read_ids("segment_ids", ids, sizes, sizes.query_length)
+        return both, both
+    query_ids = _read_ids("segment_ids[0]", ids[0], sizes, sizes.query_length)
+    return query_ids, _read_ids("segment_ids[1]", ids[1], sizes, sizes.key_length)
 
 
 def _read_ids(name: str, value: Any, sizes: Sizes, length: int) -> HostArray | jax.Array:
