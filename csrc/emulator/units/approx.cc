@@ -8,7 +8,7 @@ namespace {
 
 constexpr uint32_t kNan = 0x7fffffff;
 
-inline uint32_t flush_subnormal(uint32_t a) { return (a & 0x7f800000) == 0 ? a & 0x80000000 : a; }
+EMULATOR_INLINE uint32_t flush_subnormal(uint32_t a) { return (a & 0x7f800000) == 0 ? a & 0x80000000 : a; }
 
 // Rounds once to f32, with the canonical NaN and .ftz of the result.
 uint32_t finish(double value, bool flush) {
@@ -21,7 +21,7 @@ double input(uint32_t a, bool flush) { return float_of(flush ? flush_subnormal(a
 
 // 2^x in f64 for |x| <= 200, straight-line so that it vectorises: x = n + f with |f| <= 1/2, Taylor polynomial of exp(f
 // ln 2) to degree 10 (relative error below 2^-40), exponent added to the bits.
-inline double exp2_core(double x) {
+EMULATOR_INLINE double exp2_core(double x) {
   constexpr double shift = 0x1.8p52;  // adding it leaves the rounded integer in the low bits
   const double shifted = x + shift;
   const double f = (x - (shifted - shift)) * 0.6931471805599453;
@@ -39,7 +39,7 @@ inline double exp2_core(double x) {
   return std::bit_cast<double>(std::bit_cast<uint64_t>(p) + (std::bit_cast<uint64_t>(shifted) << 52));
 }
 
-inline uint32_t exp2_bits(uint32_t a, bool flush) {
+EMULATOR_INLINE uint32_t exp2_bits(uint32_t a, bool flush) {
   const float x = float_of(flush ? flush_subnormal(a) : a);
   // Beyond these bounds the result is 0 or infinite anyway; the order of the comparison lets NaN through as -200.
   float bounded = x > -200.0f ? x : -200.0f;

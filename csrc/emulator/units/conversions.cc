@@ -289,14 +289,14 @@ uint64_t integer_from_f64(double value, int bits, bool is_signed, Rounding round
 
 namespace {
 
-inline uint32_t bf16_nearest(uint32_t bits) {
+EMULATOR_INLINE uint32_t bf16_nearest(uint32_t bits) {
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : rounded;
 }
 
 // f32 to f16, ties to even: normal results by integer rounding; subnormal ones by adding a float whose last bit weighs
 // 2^-24.
-inline uint32_t f16_nearest(uint32_t bits) {
+EMULATOR_INLINE uint32_t f16_nearest(uint32_t bits) {
   const uint32_t magnitude = bits & 0x7fffffff;
   const uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;

@@ -10,8 +10,8 @@ namespace {
 constexpr uint32_t kNan = 0x7fffffff;
 constexpr uint32_t kSign = 0x80000000;
 
-inline uint32_t flush_subnormal(uint32_t a) { return (a & 0x7f800000) == 0 ? a & kSign : a; }
-inline uint32_t canonical(uint32_t a) { return (a & ~kSign) > 0x7f800000 ? kNan : a; }
+EMULATOR_INLINE uint32_t flush_subnormal(uint32_t a) { return (a & 0x7f800000) == 0 ? a & kSign : a; }
+EMULATOR_INLINE uint32_t canonical(uint32_t a) { return (a & ~kSign) > 0x7f800000 ? kNan : a; }
 
 inline uint32_t finish(uint32_t result, const ArithmeticOptions& options) {
   result = canonical(result);
@@ -29,7 +29,7 @@ struct Exact {
   double error;
 };
 
-Exact exact_sum(double a, double b) {
+EMULATOR_INLINE Exact exact_sum(double a, double b) {
   const double sum = a + b;
   const double b_part = sum - a;
   return {sum, (a - (sum - b_part)) + (b - b_part)};
@@ -126,13 +126,52 @@ uint32_t sqrt_f32(uint32_t a, const ArithmeticOptions& options) {
 
 uint32_t rcp_f32(uint32_t a, const ArithmeticOptions& options) { return div_f32(bits_of(1.0f), a, options); }
 
-EMULATOR_CLONES void add_f32_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b,
-                                   const ArithmeticOptions& options) {
-  if (options.flush || options.saturate || !is_nearest(options.rounding)) {
-    for (int i = 0; i < kLanes; i++) out[i] = add_f32(a[i], b[i], options);
+namespace {
+
+// out = operation(a, b, c) on all lanes, to nearest: with and without .ftz as two straight loops.
+template <class Operation>
+EMULATOR_INLINE void nearest_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, bool flush,
+                                   Operation&& operation) {
+  if (!flush) {
+    for (int i = 0; i < kLanes; i++)
+      out[i] = canonical(bits_of(operation(float_of(a[i]), float_of(b[i]), float_of(c[i]))));
     return;
   }
-  for (int i = 0; i < kLanes; i++) out[i] = canonical(bits_of(float_of(a[i]) + float_of(b[i])));
+  for (int i = 0; i < kLanes; i++) {
+    const float x = float_of(flush_subnormal(a[i])), y = float_of(flush_subnormal(b[i])),
+                z = float_of(flush_subnormal(c[i]));
+    out[i] = flush_subnormal(canonical(bits_of(operation(x, y, z))));
+  }
+}
+
+// x + y rounded down, as directed_sum does it but without branches: what software floor uses in inner loops.
+EMULATOR_INLINE uint32_t sum_down(double x, double y) {
+  const Exact exact = exact_sum(x, y);
+  const int64_t bits = std::bit_cast<int64_t>(exact.value);
+  const int64_t outward = (exact.error > 0) == (exact.value > 0) ? 1 : -1;
+  const bool rounds = (exact.error > 0 || exact.error < 0) && (bits & 1) == 0;  // no error known at infinity
+  const double odd = std::bit_cast<double>(rounds ? bits + outward : bits);
+  const float nearest = static_cast<float>(odd);
+  const int32_t word = std::bit_cast<int32_t>(nearest);
+  const int32_t below = nearest > 0 ? word - 1 : nearest < 0 ? word + 1 : static_cast<int32_t>(kSign | 1);
+  const int32_t rounded = double{nearest} > odd ? below : word;
+  const int32_t zero = std::signbit(x) || std::signbit(y) ? static_cast<int32_t>(kSign) : 0;
+  return canonical(static_cast<uint32_t>(exact.value == 0 ? zero : rounded));
+}
+
+bool scalar_only(const ArithmeticOptions& options) { return options.saturate || !is_nearest(options.rounding); }
+
+}  // namespace
+
+EMULATOR_CLONES void add_f32_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b,
+                                   const ArithmeticOptions& options) {
+  if (options.rounding == Rounding::down && !options.flush && !options.saturate) {
+    for (int i = 0; i < kLanes; i++) out[i] = sum_down(float_of(a[i]), float_of(b[i]));
+  } else if (scalar_only(options)) {
+    for (int i = 0; i < kLanes; i++) out[i] = add_f32(a[i], b[i], options);
+  } else {
+    nearest_lanes(out, a, b, a, options.flush, [](float x, float y, float) { return x + y; });
+  }
 }
 
 void sub_f32_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b, const ArithmeticOptions& options) {
@@ -143,21 +182,20 @@ void sub_f32_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b, const Ar
 
 EMULATOR_CLONES void mul_f32_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b,
                                    const ArithmeticOptions& options) {
-  if (options.flush || options.saturate || !is_nearest(options.rounding)) {
+  if (scalar_only(options)) {
     for (int i = 0; i < kLanes; i++) out[i] = mul_f32(a[i], b[i], options);
     return;
   }
-  for (int i = 0; i < kLanes; i++) out[i] = canonical(bits_of(float_of(a[i]) * float_of(b[i])));
+  nearest_lanes(out, a, b, a, options.flush, [](float x, float y, float) { return x * y; });
 }
 
 EMULATOR_CLONES void fma_f32_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c,
                                    const ArithmeticOptions& options) {
-  if (options.flush || options.saturate || !is_nearest(options.rounding)) {
+  if (scalar_only(options)) {
     for (int i = 0; i < kLanes; i++) out[i] = fma_f32(a[i], b[i], c[i], options);
     return;
   }
-  for (int i = 0; i < kLanes; i++)
-    out[i] = canonical(bits_of(__builtin_fmaf(float_of(a[i]), float_of(b[i]), float_of(c[i]))));
+  nearest_lanes(out, a, b, c, options.flush, [](float x, float y, float z) { return __builtin_fmaf(x, y, z); });
 }
 
 // ---------------------------------------------------------------------------------------------------------- f64
@@ -211,13 +249,13 @@ double fma_f64(double a, double b, double c, Rounding rounding) {
 namespace {
 
 // Total order of numbers as signed integers: -0 just below +0.
-inline int32_t order_key(uint32_t a) {
+EMULATOR_INLINE int32_t order_key(uint32_t a) {
   return static_cast<int32_t>(a ^ static_cast<uint32_t>(static_cast<int32_t>(a) >> 31) >> 1);
 }
-inline bool is_nan(uint32_t a) { return (a & ~kSign) > 0x7f800000; }
+EMULATOR_INLINE bool is_nan(uint32_t a) { return (a & ~kSign) > 0x7f800000; }
 
 template <bool kMaximum>
-inline uint32_t select(uint32_t a, uint32_t b, bool propagate_nan) {
+EMULATOR_INLINE uint32_t select(uint32_t a, uint32_t b, bool propagate_nan) {
   const bool take_a = kMaximum ? order_key(a) > order_key(b) : order_key(a) < order_key(b);
   uint32_t result = take_a ? a : b;
   result = is_nan(b) ? (propagate_nan ? kNan : a) : result;
@@ -238,7 +276,7 @@ uint32_t min_max(uint32_t a, uint32_t b, const MinMaxOptions& options) {
 }
 
 template <bool kMaximum>
-inline void min_max_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b, const MinMaxOptions& options) {
+EMULATOR_INLINE void min_max_lanes(uint32_t* out, const uint32_t* a, const uint32_t* b, const MinMaxOptions& options) {
   if (options.flush || options.propagate_nan || options.xor_sign_abs || options.absolute) {
     for (int i = 0; i < kLanes; i++) out[i] = min_max<kMaximum>(a[i], b[i], options);
     return;

@@ -9,6 +9,12 @@
 #else
 #define EMULATOR_CLONES
 #endif
+// Helpers of such functions must be inlined into each clone, or they stay plain x86-64.
+#if defined(__GNUC__)
+#define EMULATOR_INLINE inline __attribute__((always_inline))
+#else
+#define EMULATOR_INLINE inline
+#endif
 
 namespace jax_fa4::emulator {
 

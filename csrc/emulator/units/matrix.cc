@@ -2,6 +2,7 @@
 #include "matrix.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -103,26 +104,20 @@ int format_bytes(Format format) {
   }
 }
 
-uint32_t piece_address(const SharedOperand& operand, int row, int k) {
+PieceLayout piece_layout(const SharedOperand& operand) {
+  constexpr uint32_t unbounded = 31;  // shift of a group that never ends
   const MatrixDescriptor& descriptor = operand.descriptor;
-  const uint32_t size = static_cast<uint32_t>(format_bytes(operand.format));
-  const uint32_t r = static_cast<uint32_t>(row), depth = static_cast<uint32_t>(k), per_piece = 16 / size;
-  const uint32_t leading = descriptor.leading_bytes, stride = descriptor.stride_bytes;
   const uint32_t width = static_cast<uint32_t>(swizzle_width(descriptor.swizzle));
-  uint32_t offset;
-  if (operand.major == Major::k) {
-    // Eight rows form a core matrix; rows are the swizzle's width apart (16 bytes without), groups of eight rows SBO
-    // apart. Only the form without swizzle has one piece a row and steps along k by LBO.
-    offset = width == 0 ? r % 8 * 16 + r / 8 * stride + depth / per_piece * leading
-                        : r % 8 * width + r / 8 * stride + depth * size;
-  } else if (width == 0) {
-    offset = r / per_piece * stride + depth % 8 * 16 + depth / 8 * leading;
-  } else {
-    // A swizzle-wide group of rows for each k; groups are LBO apart, atoms of 8 k (4 with 32-byte atoms) SBO apart.
-    const uint32_t group = width / size, atom = descriptor.swizzle == Swizzle::bytes128_atom32 ? 4 : 8;
-    offset = r % group * size + r / group * leading + depth % atom * width + depth / atom * stride;
-  }
-  return (descriptor.start + offset) & 0x3ffff;
+  const uint32_t leading = descriptor.leading_bytes, stride = descriptor.stride_bytes;
+  const uint32_t pitch = width == 0 ? 16 : width;
+  // K-major: eight rows form a core matrix, groups of eight rows lie SBO apart; without swizzle pieces along k lie LBO
+  // apart.
+  if (operand.major == Major::k) return {descriptor.start, width == 0 ? 0 : unbounded, leading, 3, pitch, stride};
+  // MN-major without swizzle: pieces along MN lie SBO apart, groups of eight k LBO apart.
+  if (width == 0) return {descriptor.start, 0, stride, 3, pitch, leading};
+  // MN-major: swizzle-wide groups along MN lie LBO apart, atoms of eight k (four with 32-byte atoms) SBO apart.
+  const uint32_t atom_shift = descriptor.swizzle == Swizzle::bytes128_atom32 ? 2 : 3;
+  return {descriptor.start, static_cast<uint32_t>(std::countr_zero(width / 16)), leading, atom_shift, pitch, stride};
 }
 
 }  // namespace detail
@@ -154,7 +149,7 @@ constexpr int kPieceElements = kFormat == Format::tf32 || kFormat == Format::f32
 
 // Widens the elements of one 16-byte piece.
 template <Format kFormat>
-inline void widen(const uint8_t* piece, float* out) {
+EMULATOR_INLINE void widen(const uint8_t* piece, float* out) {
   constexpr int count = kPieceElements<kFormat>;
   if constexpr (count == 8) {
     uint16_t halves[8];
@@ -169,77 +164,85 @@ inline void widen(const uint8_t* piece, float* out) {
   }
 }
 
-// Calls place(row, k, const float* elements) for each piece, widened.
-template <Format kFormat, class Place>
-void each_piece_of(const SharedOperand& operand, const uint8_t* shared, bool negate, Place&& place) {
-  constexpr int count = kPieceElements<kFormat>;
-  const int row_step = operand.major == Major::mn ? count : 1;
-  const int k_step = operand.major == Major::k ? count : 1;
-  for (int row = 0; row < operand.rows; row += row_step)
-    for (int k = 0; k < operand.depth; k += k_step) {
-      float elements[count];
-      widen<kFormat>(shared + swizzle_address(detail::piece_address(operand, row, k), operand.descriptor.swizzle),
-                     elements);
-      if (negate)
-        for (int i = 0; i < count; i++) elements[i] = -elements[i];
-      place(row, k, elements);
-    }
+// Where a gathered operand goes: steps in the output of one element along the contiguous dimension and along the other
+// one.
+struct Target {
+  size_t contiguous_step;
+  size_t other_step;
+};
+
+Target target_of(const SharedOperand& operand, size_t pitch, bool transposed) {
+  const bool contiguous = (operand.major == Major::k) != transposed;
+  return {contiguous ? 1 : pitch, contiguous ? pitch : 1};
 }
 
+// Calls place(const uint8_t* piece, size_t first element along the contiguous dimension, size_t index along the other).
 template <class Place>
-void each_piece(const SharedOperand& operand, const uint8_t* shared, bool negate, Place&& place) {
+EMULATOR_INLINE void each_piece(const SharedOperand& operand, const uint8_t* shared, uint32_t per_piece,
+                                Place&& place) {
+  const detail::PieceLayout layout = detail::piece_layout(operand);
+  const bool k_major = operand.major == Major::k;
+  const uint32_t contiguous = static_cast<uint32_t>(k_major ? operand.depth : operand.rows);
+  const uint32_t other = static_cast<uint32_t>(k_major ? operand.rows : operand.depth);
+  const Swizzle swizzle = operand.descriptor.swizzle;
+  for (uint32_t outer = 0; outer < other; outer++)
+    for (uint32_t inner = 0; inner * per_piece < contiguous; inner++)
+      place(shared + swizzle_address(layout.offset(inner, outer), swizzle), size_t{inner} * per_piece, size_t{outer});
+}
+
+template <Format kFormat>
+EMULATOR_INLINE void gather_as(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out,
+                               const Target& target) {
+  constexpr int count = kPieceElements<kFormat>;
+  const float sign = negate ? -1.0f : 1.0f;
+  each_piece(operand, shared, count, [&](const uint8_t* piece, size_t first, size_t outer) {
+    float elements[count];
+    widen<kFormat>(piece, elements);
+    for (int i = 0; i < count; i++) elements[i] *= sign;
+    float* to = out + first * target.contiguous_step + outer * target.other_step;
+    if (target.contiguous_step == 1)
+      std::memcpy(to, elements, sizeof elements);
+    else
+      for (size_t i = 0; i < count; i++) to[i * target.contiguous_step] = elements[i];
+  });
+}
+
+EMULATOR_CLONES void gather(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out,
+                            const Target& target) {
   switch (operand.format) {
     case Format::f16:
-      return each_piece_of<Format::f16>(operand, shared, negate, place);
+      return gather_as<Format::f16>(operand, shared, negate, out, target);
     case Format::bf16:
-      return each_piece_of<Format::bf16>(operand, shared, negate, place);
+      return gather_as<Format::bf16>(operand, shared, negate, out, target);
     case Format::tf32:
-      return each_piece_of<Format::tf32>(operand, shared, negate, place);
+      return gather_as<Format::tf32>(operand, shared, negate, out, target);
     case Format::e4m3:
-      return each_piece_of<Format::e4m3>(operand, shared, negate, place);
+      return gather_as<Format::e4m3>(operand, shared, negate, out, target);
     case Format::e5m2:
-      return each_piece_of<Format::e5m2>(operand, shared, negate, place);
+      return gather_as<Format::e5m2>(operand, shared, negate, out, target);
     default:
-      return each_piece_of<Format::f32>(operand, shared, negate, place);
+      return gather_as<Format::f32>(operand, shared, negate, out, target);
   }
-}
-
-// Puts pieces into out[first_index * pitch + second_index], where the piece's elements run along `along_second` or not.
-void gather(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out, size_t pitch,
-            bool transposed) {
-  const size_t per_piece = static_cast<size_t>(16 / detail::format_bytes(operand.format));
-  const bool contiguous = (operand.major == Major::k) != transposed;
-  each_piece(operand, shared, negate, [&](int row, int k, const float* elements) {
-    float* to = transposed ? out + static_cast<size_t>(k) * pitch + row : out + static_cast<size_t>(row) * pitch + k;
-    const size_t step = contiguous ? 1 : pitch;
-    for (size_t i = 0; i < per_piece; i++) to[i * step] = elements[i];
-  });
 }
 
 }  // namespace
 
 void gather_rows(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out, size_t row_pitch) {
-  gather(operand, shared, negate, out, row_pitch, false);
+  gather(operand, shared, negate, out, target_of(operand, row_pitch, false));
 }
 
 void gather_transposed(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out, size_t row_pitch) {
-  gather(operand, shared, negate, out, row_pitch, true);
+  gather(operand, shared, negate, out, target_of(operand, row_pitch, true));
 }
 
 void gather_rows_s32(const SharedOperand& operand, const uint8_t* shared, bool is_signed, int32_t* out,
                      size_t row_pitch) {
-  const int row_step = operand.major == Major::mn ? 16 : 1;
-  const int k_step = operand.major == Major::k ? 16 : 1;
-  for (int row = 0; row < operand.rows; row += row_step)
-    for (int k = 0; k < operand.depth; k += k_step) {
-      const uint8_t* piece =
-          shared + swizzle_address(detail::piece_address(operand, row, k), operand.descriptor.swizzle);
-      for (int i = 0; i < 16; i++) {
-        const size_t at_row = static_cast<size_t>(operand.major == Major::mn ? row + i : row);
-        const size_t at_k = static_cast<size_t>(operand.major == Major::k ? k + i : k);
-        out[at_row * row_pitch + at_k] = is_signed ? static_cast<int8_t>(piece[i]) : static_cast<int32_t>(piece[i]);
-      }
-    }
+  const Target target = target_of(operand, row_pitch, false);
+  each_piece(operand, shared, 16, [&](const uint8_t* piece, size_t first, size_t outer) {
+    int32_t* to = out + first * target.contiguous_step + outer * target.other_step;
+    for (size_t i = 0; i < 16; i++)
+      to[i * target.contiguous_step] = is_signed ? static_cast<int8_t>(piece[i]) : static_cast<int32_t>(piece[i]);
+  });
 }
 
 // ------------------------------------------------------------------------------------------ instruction descriptor
@@ -489,30 +492,45 @@ void gather_a_from_registers(Format format, const uint32_t* const registers[4], 
 
 namespace {
 
-// Accumulators of one warp: register fragments to float[16][n] and back.
+// Accumulators of one warp: register fragments to float[16][n] and back. Elements 2 p and 2 p + 1 of the lanes are one
+// row segment of eight columns each four lanes: rows 8 (p mod 2) and up, columns 8 (p / 2) and up.
+struct Segment {
+  int first_row;
+  int first_column;
+};
+Segment segment_of(int pair) { return {8 * (pair % 2), 8 * (pair / 2)}; }
+
 void read_fragments(const WgmmaProduct& product, const uint32_t* const* registers, float* sums) {
-  for (int index = 0; index < product.n / 2; index++)
-    for (int lane = 0; lane < kLanes; lane++) {
-      const FragmentPlace place = wgmma_place(lane, index);
-      const uint32_t word =
-          product.accumulate_f16 ? registers[index / 2][lane] >> (16 * (index % 2)) : registers[index][lane];
-      sums[place.row * product.n + place.column] = product.accumulate_f16 ? f16_to_f32(word & 0xffff) : float_of(word);
+  for (int pair = 0; pair < product.n / 4; pair++) {
+    const Segment segment = segment_of(pair);
+    const uint32_t* even = registers[product.accumulate_f16 ? pair : 2 * pair];
+    const uint32_t* odd = registers[product.accumulate_f16 ? pair : 2 * pair + 1];
+    for (int row = 0; row < 8; row++) {
+      float* to = sums + (segment.first_row + row) * product.n + segment.first_column;
+      for (int i = 0; i < 4; i++) {
+        const uint32_t low = even[4 * row + i], high = odd[4 * row + i];
+        to[2 * i] = product.accumulate_f16 ? f16_to_f32(low & 0xffff) : float_of(low);
+        to[2 * i + 1] = product.accumulate_f16 ? f16_to_f32(high >> 16) : float_of(high);
+      }
     }
+  }
 }
 
 void write_fragments(const WgmmaProduct& product, const float* sums, uint32_t* const* registers) {
-  for (int index = 0; index < product.n / 2; index++)
-    for (int lane = 0; lane < kLanes; lane++) {
-      const FragmentPlace place = wgmma_place(lane, index);
-      const float sum = sums[place.row * product.n + place.column];
-      if (!product.accumulate_f16) {
-        registers[index][lane] = bits_of(sum);
-      } else {
-        uint32_t& word = registers[index / 2][lane];
-        const int shift = 16 * (index % 2);
-        word = (word & ~(0xffffu << shift)) | from_f32(Format::f16, sum) << shift;
+  for (int pair = 0; pair < product.n / 4; pair++) {
+    const Segment segment = segment_of(pair);
+    for (int row = 0; row < 8; row++) {
+      const float* from = sums + (segment.first_row + row) * product.n + segment.first_column;
+      for (int i = 0; i < 4; i++) {
+        if (product.accumulate_f16) {
+          registers[pair][4 * row + i] = pack2_from_f32(Format::f16, from[2 * i + 1], from[2 * i]);
+        } else {
+          registers[2 * pair][4 * row + i] = bits_of(from[2 * i]);
+          registers[2 * pair + 1][4 * row + i] = bits_of(from[2 * i + 1]);
+        }
       }
     }
+  }
 }
 
 }  // namespace

@@ -181,18 +181,33 @@ void multiply_rows_pitched(float* const* d, int rows, int n, int k, const float*
 
 namespace detail {
 int format_bytes(Format format);
-// Unswizzled address of the 16-byte piece that holds (row, k); row and k must be the first of a piece.
-uint32_t piece_address(const SharedOperand& operand, int row, int k);
+
+// Where the 16-byte pieces of an operand lie before swizzling. `inner` counts pieces along the contiguous dimension,
+// `outer` elements along the other one: inner pieces lie 16 bytes apart inside a group, outer ones `pitch` apart inside
+// an atom.
+struct PieceLayout {
+  uint32_t start;
+  uint32_t inner_shift, group_step;        // group: 1 << inner_shift pieces
+  uint32_t outer_shift, pitch, atom_step;  // atom: 1 << outer_shift elements
+  uint32_t offset(uint32_t inner, uint32_t outer) const {
+    const uint32_t in_group = inner & ((1u << inner_shift) - 1), in_atom = outer & ((1u << outer_shift) - 1);
+    return (start + in_group * 16 + (inner >> inner_shift) * group_step + in_atom * pitch +
+            (outer >> outer_shift) * atom_step) &
+           0x3ffff;
+  }
+};
+PieceLayout piece_layout(const SharedOperand& operand);
 }  // namespace detail
 
 template <class Visit>
 void walk_operand(const SharedOperand& operand, Visit&& visit) {
-  const int per_piece = 16 / detail::format_bytes(operand.format);
-  const int row_step = operand.major == Major::mn ? per_piece : 1;
-  const int k_step = operand.major == Major::k ? per_piece : 1;
-  for (int row = 0; row < operand.rows; row += row_step)
-    for (int k = 0; k < operand.depth; k += k_step)
-      visit(swizzle_address(detail::piece_address(operand, row, k), operand.descriptor.swizzle));
+  const detail::PieceLayout layout = detail::piece_layout(operand);
+  const bool k_major = operand.major == Major::k;
+  const int contiguous = k_major ? operand.depth : operand.rows, other = k_major ? operand.rows : operand.depth;
+  const uint32_t pieces = static_cast<uint32_t>(contiguous * detail::format_bytes(operand.format)) / 16;
+  for (uint32_t outer = 0; outer < static_cast<uint32_t>(other); outer++)
+    for (uint32_t inner = 0; inner < pieces; inner++)
+      visit(swizzle_address(layout.offset(inner, outer), operand.descriptor.swizzle));
 }
 
 }  // namespace jax_fa4::emulator

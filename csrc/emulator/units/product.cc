@@ -1,55 +1,98 @@
 // The dense product behind every MMA.
+#include <cmath>
 #include <cstring>
 
 #include "matrix.h"
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define EMULATOR_HAS_AVX2 1
+#endif
+
 namespace jax_fa4::emulator {
 namespace {
 
-constexpr int kTile = 32;  // columns of D held in registers: 4 rows x 32 floats are 16 AVX2 registers' worth with B
+struct Product {
+  float* const* d;
+  int n, k;
+  const float* a;
+  const float* b;
+  size_t b_pitch;
+  bool accumulate;
+};
 
-// Adds the product of `kRows` rows of A with `width` columns of B to sums in place; k outermost, so that every sum is
-// taken in order of k.
-template <int kRows>
-inline void add_tile(float* const* d, int first_column, int width, int k, const float* a, size_t a_pitch,
-                     const float* b, size_t b_pitch, bool accumulate) {
-  float sums[kRows][kTile] = {};
-  if (accumulate)
-    for (int r = 0; r < kRows; r++)
-      std::memcpy(sums[r], d[r] + first_column, sizeof(float) * static_cast<size_t>(width));
-  for (int depth = 0; depth < k; depth++) {
-    float row[kTile] = {};
-    std::memcpy(row, b + static_cast<size_t>(depth) * b_pitch + first_column,
-                sizeof(float) * static_cast<size_t>(width));
+// One element of D, in order of k.
+float element(const Product& product, int row, int column) {
+  float sum = product.accumulate ? product.d[row][column] : 0.0f;
+  for (int depth = 0; depth < product.k; depth++)
+    sum = std::fmaf(product.a[static_cast<size_t>(row) * product.k + depth],
+                    product.b[depth * product.b_pitch + column], sum);
+  return sum;
+}
+
+void portable_rows(const Product& product, int first_row, int rows, int first_column) {
+  for (int row = first_row; row < first_row + rows; row++)
+    for (int column = first_column; product.d[row] != nullptr && column < product.n; column++)
+      product.d[row][column] = element(product, row, column);
+}
+
+#ifdef EMULATOR_HAS_AVX2
+
+constexpr int kRows = 4;  // with 16 columns: 8 sums, 2 vectors of B and a factor fit in 16 registers
+constexpr int kColumns = 16;
+
+// Sums of four rows and sixteen columns stay in registers over k.
+__attribute__((target("avx2,fma"))) void tile(const Product& product, int row, int column) {
+  __m256 sums[kRows][2];
+  for (int r = 0; r < kRows; r++)
+    for (int half = 0; half < 2; half++)
+      sums[r][half] =
+          product.accumulate ? _mm256_loadu_ps(product.d[row + r] + column + 8 * half) : _mm256_setzero_ps();
+  const float* a = product.a + static_cast<size_t>(row) * product.k;
+  const float* b = product.b + column;
+  for (int depth = 0; depth < product.k; depth++, b += product.b_pitch) {
+    const __m256 low = _mm256_loadu_ps(b), high = _mm256_loadu_ps(b + 8);
     for (int r = 0; r < kRows; r++) {
-      const float factor = a[static_cast<size_t>(r) * a_pitch + depth];
-      for (int j = 0; j < kTile; j++) sums[r][j] = __builtin_fmaf(factor, row[j], sums[r][j]);
+      const __m256 factor = _mm256_broadcast_ss(a + static_cast<size_t>(r) * product.k + depth);
+      sums[r][0] = _mm256_fmadd_ps(factor, low, sums[r][0]);
+      sums[r][1] = _mm256_fmadd_ps(factor, high, sums[r][1]);
     }
   }
-  for (int r = 0; r < kRows; r++) std::memcpy(d[r] + first_column, sums[r], sizeof(float) * static_cast<size_t>(width));
+  for (int r = 0; r < kRows; r++)
+    for (int half = 0; half < 2; half++) _mm256_storeu_ps(product.d[row + r] + column + 8 * half, sums[r][half]);
 }
+
+bool all_present(const Product& product, int row) {
+  for (int r = 0; r < kRows; r++)
+    if (product.d[row + r] == nullptr) return false;
+  return true;
+}
+
+void fast_rows(const Product& product, int rows) {
+  const int whole = product.n - product.n % kColumns;
+  int row = 0;
+  for (; row + kRows <= rows; row += kRows) {
+    if (!all_present(product, row)) {
+      portable_rows(product, row, kRows, 0);
+      continue;
+    }
+    for (int column = 0; column < whole; column += kColumns) tile(product, row, column);
+    portable_rows(product, row, kRows, whole);
+  }
+  portable_rows(product, row, rows - row, 0);
+}
+
+#endif
 
 }  // namespace
 
-EMULATOR_CLONES void multiply_rows_pitched(float* const* d, int rows, int n, int k, const float* a, const float* b,
-                                           size_t b_pitch, bool accumulate) {
-  const size_t a_pitch = static_cast<size_t>(k);
-  for (int column = 0; column < n; column += kTile) {
-    const int width = n - column < kTile ? n - column : kTile;
-    int row = 0;
-    while (row < rows) {
-      if (d[row] == nullptr) {
-        row++;
-        continue;
-      }
-      const bool pair = row + 1 < rows && d[row + 1] != nullptr;
-      if (pair)
-        add_tile<2>(d + row, column, width, k, a + static_cast<size_t>(row) * a_pitch, a_pitch, b, b_pitch, accumulate);
-      else
-        add_tile<1>(d + row, column, width, k, a + static_cast<size_t>(row) * a_pitch, a_pitch, b, b_pitch, accumulate);
-      row += pair ? 2 : 1;
-    }
-  }
+void multiply_rows_pitched(float* const* d, int rows, int n, int k, const float* a, const float* b, size_t b_pitch,
+                           bool accumulate) {
+  const Product product{d, n, k, a, b, b_pitch, accumulate};
+#ifdef EMULATOR_HAS_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return fast_rows(product, rows);
+#endif
+  portable_rows(product, 0, rows, 0);
 }
 
 void multiply_rows(float* const* d, int rows, int n, int k, const float* a, const float* b, bool accumulate) {

@@ -5,8 +5,8 @@ namespace jax_fa4::emulator {
 namespace {
 
 // Place of a thread's 32-bit register when nothing is packed.
-TensorPlace register_place(const TensorAccess& access, int thread, int index) {
-  switch (access.shape) {
+EMULATOR_INLINE TensorPlace register_place(TensorShape shape, int thread, int index) {
+  switch (shape) {
     case TensorShape::lanes32_bits32:
       return {thread, index};
     case TensorShape::lanes16_bits64:
@@ -45,7 +45,7 @@ int tensor_access_columns(const TensorAccess& access) {
 }
 
 TensorPlace tensor_place(const TensorAccess& access, int thread, int index) {
-  TensorPlace place = register_place(access, thread, access.pack ? index / 2 : index);
+  TensorPlace place = register_place(access.shape, thread, access.pack ? index / 2 : index);
   if (access.pack) place.column = 2 * place.column + index % 2;
   if (access.shape == TensorShape::lanes16_bits32x2 && thread >= 16) place.column += access.half_split;
   return place;
@@ -66,38 +66,60 @@ std::string check_tensor_access(const TensorAccess& access, uint32_t address, in
   return {};
 }
 
+namespace {
+
+// Calls visit(register, thread, cell of the first element) with the shape known at compile time: the maps are then
+// plain arithmetic.
+template <TensorShape kShape, class Visit>
+EMULATOR_INLINE void each_register_of(const TensorAccess& access, Visit&& visit) {
+  const int scale = access.pack ? 2 : 1;
+  for (int index = 0; index < access.registers; index++)
+    for (int thread = 0; thread < kLanes; thread++) {
+      const TensorPlace place = register_place(kShape, thread, index);
+      const int split = kShape == TensorShape::lanes16_bits32x2 && thread >= 16 ? access.half_split : 0;
+      visit(index, thread, cell(place.lane, place.column * scale + split));
+    }
+}
+
+template <class Visit>
+EMULATOR_INLINE void each_register(const TensorAccess& access, Visit&& visit) {
+  switch (access.shape) {
+    case TensorShape::lanes32_bits32:
+      return each_register_of<TensorShape::lanes32_bits32>(access, visit);
+    case TensorShape::lanes16_bits64:
+      return each_register_of<TensorShape::lanes16_bits64>(access, visit);
+    case TensorShape::lanes16_bits128:
+      return each_register_of<TensorShape::lanes16_bits128>(access, visit);
+    case TensorShape::lanes16_bits256:
+      return each_register_of<TensorShape::lanes16_bits256>(access, visit);
+    case TensorShape::lanes16_bits32x2:
+      return each_register_of<TensorShape::lanes16_bits32x2>(access, visit);
+  }
+}
+
+size_t origin_of(uint32_t address) { return cell(static_cast<int>(address >> 16), static_cast<int>(address & 0xffff)); }
+
+}  // namespace
+
 void load_tensor(const TensorAccess& access, uint32_t address, const uint32_t* tensor_memory,
                  uint32_t* const* registers) {
-  const uint32_t* origin = tensor_memory + cell(static_cast<int>(address >> 16), static_cast<int>(address & 0xffff));
-  for (int thread = 0; thread < kLanes; thread++)
-    for (int index = 0; index < access.registers; index++) {
-      if (!access.pack) {
-        const TensorPlace place = tensor_place(access, thread, index);
-        registers[index][thread] = origin[cell(place.lane, place.column)];
-      } else {
-        const TensorPlace low = tensor_place(access, thread, 2 * index);
-        const uint32_t* pair = origin + cell(low.lane, low.column);
-        registers[index][thread] = (pair[0] & 0xffff) | pair[1] << 16;
-      }
-    }
+  const uint32_t* origin = tensor_memory + origin_of(address);
+  if (!access.pack)
+    return each_register(access, [&](int index, int thread, size_t at) { registers[index][thread] = origin[at]; });
+  each_register(access, [&](int index, int thread, size_t at) {
+    registers[index][thread] = (origin[at] & 0xffff) | origin[at + 1] << 16;
+  });
 }
 
 void store_tensor(const TensorAccess& access, uint32_t address, uint32_t* tensor_memory,
                   const uint32_t* const* registers) {
-  uint32_t* origin = tensor_memory + cell(static_cast<int>(address >> 16), static_cast<int>(address & 0xffff));
-  for (int thread = 0; thread < kLanes; thread++)
-    for (int index = 0; index < access.registers; index++) {
-      const uint32_t word = registers[index][thread];
-      if (!access.pack) {
-        const TensorPlace place = tensor_place(access, thread, index);
-        origin[cell(place.lane, place.column)] = word;
-      } else {
-        const TensorPlace low = tensor_place(access, thread, 2 * index);
-        uint32_t* pair = origin + cell(low.lane, low.column);
-        pair[0] = word & 0xffff;
-        pair[1] = word >> 16;
-      }
-    }
+  uint32_t* origin = tensor_memory + origin_of(address);
+  if (!access.pack)
+    return each_register(access, [&](int index, int thread, size_t at) { origin[at] = registers[index][thread]; });
+  each_register(access, [&](int index, int thread, size_t at) {
+    origin[at] = registers[index][thread] & 0xffff;
+    origin[at + 1] = registers[index][thread] >> 16;
+  });
 }
 
 // ----------------------------------------------------------------------------------------------------- tcgen05.cp

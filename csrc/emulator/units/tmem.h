@@ -105,12 +105,13 @@ void copy_lanes(TensorCopyShape shape, int row, int lanes[4]);
 template <class Visit>
 void walk_tensor_copy(TensorCopyShape shape, const MatrixDescriptor& source, Visit&& visit) {
   const detail::CopyPlan plan = detail::copy_plan(shape);
-  const SharedOperand operand{source, Major::k, Format::f32, plan.rows, plan.pieces * 4};
+  const detail::PieceLayout layout = detail::piece_layout({source, Major::k, Format::f32, plan.rows, plan.pieces * 4});
   for (int row = 0; row < plan.rows; row++) {
     int lanes[4];
     detail::copy_lanes(shape, row, lanes);
     for (int piece = 0; piece < plan.pieces; piece++) {
-      const uint32_t address = swizzle_address(detail::piece_address(operand, row, piece * 4), source.swizzle);
+      const uint32_t offset = layout.offset(static_cast<uint32_t>(piece), static_cast<uint32_t>(row));
+      const uint32_t address = swizzle_address(offset, source.swizzle);
       for (int i = 0; i < 4 && lanes[i] >= 0; i++) visit(address, lanes[i], piece * 4);
     }
   }
