@@ -1,1 +1,1 @@
-"""Typed wrappers of the custom calls: operands, results, attributes, and the registration of their targets."""
+"""Typed wrappers of the custom calls, and the registration of their targets."""

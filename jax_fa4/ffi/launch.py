@@ -1,0 +1,163 @@
+"""Calls of compiled kernels inside `jax.jit`: one custom-call target for all of them.
+
+A call names its kernel by content hash and its driver by name, and carries the integers and floats from which the runtime fills
+the kernel's parameters; the recipe of how to do that is registered in this process when the call is traced. What XLA compiles
+is therefore the same in every process, so the persistent compilation cache serves it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_fa4.kernels import bundle
+from jax_fa4.kernels.build import KernelBinary
+from jax_fa4.kernels.plan import ARCHITECTURES, Architecture, KernelPlan, architecture_for
+
+TARGET = "jax_fa4_launch"
+CUDA_DRIVER = "cuda"
+_CUDA_LIBRARY = "libcuda.so.1"
+_GRID_LIMITS = (2**31 - 1, 65535, 65535)
+
+
+class LaunchError(ValueError):
+    """A call that a kernel cannot take."""
+
+
+@functools.cache
+def native() -> types.ModuleType:
+    """The compiled part of the package, with its XLA targets registered. Raises ImportError with the remedy."""
+    try:
+        module = importlib.import_module("jax_fa4._native")
+    except ImportError as error:
+        raise ImportError(
+            f"jax_fa4's compiled part cannot be imported ({error}). Install the package with `pip install .`, or build it in "
+            "place as the head of CMakeLists.txt says."
+        ) from error
+    module.declare_driver(CUDA_DRIVER, _CUDA_LIBRARY, False)
+    cuda = {"initialize": module.handler("initialize"), "execute": module.handler("launch_on_cuda")}
+    jax.ffi.register_ffi_target(TARGET, cuda, platform="CUDA", api_version=1)
+    jax.ffi.register_ffi_target(TARGET, module.handler("launch_on_host"), platform="cpu", api_version=1)
+    return module
+
+
+def declare_driver(name: str, path: str, *, takes_ptx: bool) -> None:
+    """Lets calls name another driver library than CUDA's, for JAX's CPU platform: its path, and whether it loads PTX
+    (else cubins). It is opened at its first use. Raises RuntimeError where the name is in use for another path."""
+    native().declare_driver(name, path, takes_ptx)
+
+
+def device_architecture(device: jax.Device | None = None) -> Architecture | None:
+    """The architecture of a JAX device (default: the first of the default backend); None where it is no GPU that a
+    kernel's architecture covers."""
+    device = jax.devices()[0] if device is None else device
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or not isinstance(capability, str):
+        return None
+    major, _, minor = capability.partition(".")
+    return architecture_for((int(major), int(minor or 0)))
+
+
+def native_recipe(plan: KernelPlan, layout: Sequence[tuple[int, int]]) -> Any:
+    """The plan's launch recipe as the runtime takes it, with every name replaced by a position; `layout` is (offset, bytes)
+    of each parameter. The grid's three extents follow the plan's integers."""
+    module = native()
+    recipe = module.LaunchRecipe()
+    positions = {
+        "operand": {name: index for index, name in enumerate(plan.operands)},
+        "result": {name: index for index, name in enumerate(plan.results)},
+        "float32": {name: index for index, name in enumerate(plan.floats)},
+        "tensor_map": {one.name: index for index, one in enumerate(plan.tensor_maps)},
+    }
+    integers = {name: index for index, name in enumerate(plan.integers)}
+    positions |= dict.fromkeys(("int32", "int64", "divisor"), integers)
+    for parameter, (offset, size) in zip(plan.parameters, layout, strict=True):
+        kind = getattr(module.ParameterKind, parameter.kind.upper())
+        recipe.add_parameter(kind, positions[parameter.kind][parameter.name], offset, size)
+    for one in plan.tensor_maps:
+        is_result = one.buffer in plan.results
+        recipe.add_tensor_map(
+            module.TensorMapRecipe(
+                is_result=is_result,
+                buffer=positions["result" if is_result else "operand"][one.buffer],
+                element=getattr(module.ElementType, one.element.upper()),
+                extents=[integers[name] for name in one.extents],
+                strides=[integers[name] for name in one.strides_bytes],
+                box=list(one.box),
+                swizzle=(0, 32, 64, 128).index(one.swizzle_bytes),
+                l2=(0, 64, 128, 256).index(one.l2_promotion_bytes),
+            )
+        )
+    recipe.operand_count, recipe.result_count = len(plan.operands), len(plan.results)
+    recipe.integer_count, recipe.float_count = len(plan.integers) + 3, len(plan.floats)
+    recipe.grid = [len(plan.integers) + axis for axis in range(3)]
+    recipe.block, recipe.cluster = [plan.threads, 1, 1], list(plan.cluster)
+    recipe.dynamic_shared_bytes = plan.dynamic_shared_bytes
+    recipe.programmatic_launch = plan.programmatic_launch
+    return recipe
+
+
+def register(binary: KernelBinary) -> str:
+    """Makes a binary known to the runtime of this process; returns its content hash. A second time costs a look-up."""
+    module = native()
+    if not module.is_registered(binary.content_hash):
+        plan = binary.plan
+        module.register_binary(
+            hash=binary.content_hash,
+            name=plan.key,
+            entry=binary.entry,
+            cubin=binary.cubin,
+            ptx=binary.ptx.encode(),
+            architecture=plan.architecture,
+            major=plan.target.capability[0],
+            minor=plan.target.capability[1],
+            family=plan.target.family,
+            alternatives=", ".join(ARCHITECTURES),
+            recipe=native_recipe(plan, binary.layout),
+        )
+    return binary.content_hash
+
+
+def call_integers(plan: KernelPlan, integers: Mapping[str, int]) -> np.ndarray:
+    """The integers of a call in the plan's order, then the grid's extents, int64. Raises LaunchError on a grid that no device
+    takes."""
+    grid = [extent.evaluate(integers) for extent in plan.grid]
+    for axis, (extent, limit) in enumerate(zip(grid, _GRID_LIMITS, strict=True)):
+        if extent > limit:
+            raise LaunchError(
+                f"{plan.kernel}: grid extent {'xyz'[axis]} = {plan.grid[axis]} is {extent} for this problem; a GPU takes at "
+                f"most {limit}. Split the problem, or choose implementation='blockwise'."
+            )
+        if extent % plan.cluster[axis]:
+            raise LaunchError(f"{plan.kernel}: grid extent {extent} is no multiple of the cluster's {plan.cluster[axis]}.")
+    return np.array([*(integers[name] for name in plan.integers), *grid], np.int64)
+
+
+def launch(
+    plan: KernelPlan,
+    operands: Mapping[str, jax.Array],
+    results: Mapping[str, jax.ShapeDtypeStruct],
+    integers: Mapping[str, int],
+    floats: Mapping[str, float] | None = None,
+    *,
+    driver: str = CUDA_DRIVER,
+) -> dict[str, jax.Array]:
+    """Adds one kernel call to the traced program: operands and results by the plan's names, results' shapes and dtypes
+    given. A traced scalar is an operand: the kernel reads it through its address. Raises KernelUnavailableError, LaunchError."""
+    content_hash = register(bundle.find(plan))
+    floats = floats or {}
+    call = jax.ffi.ffi_call(TARGET, tuple(results[name] for name in plan.results))
+    outputs = call(
+        *(operands[name] for name in plan.operands),
+        driver=driver,
+        kernel=content_hash,
+        integers=call_integers(plan, integers),
+        floats=np.array([floats[name] for name in plan.floats], np.float32),
+    )
+    return dict(zip(plan.results, outputs, strict=True))

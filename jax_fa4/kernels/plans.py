@@ -1,0 +1,76 @@
+"""The plan of each kernel, and the list of plans whose binaries the wheel carries.
+
+The device code of a kernel lies in the module that its plan names as `source`; that module is imported only to build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax_fa4.kernels.plan import ARCHITECTURES, DTYPES, HEAD_DIMS, Extent, KernelPlan, Parameter, PlanError, Role
+
+VECTOR_BYTES = 16  # the widest load and store of a thread
+PREPROCESS_WARPS = 8
+
+
+def preprocess_plan(architecture: str, dtype: str, value_dim: int, accumulator_width: int) -> KernelPlan:
+    """The backward's preprocess for rows of `value_dim` elements, zeroing `accumulator_width` float32 per row (0: none).
+
+    Raises PlanError where a row is not whole vectors of 16 bytes.
+    """
+    if dtype not in DTYPES:
+        raise PlanError(f"preprocess: dtype is {dtype!r}; it takes one of {', '.join(DTYPES)}.")
+    for name, width, element_bytes in (
+        ("value_dim", value_dim, DTYPES[dtype]),
+        ("accumulator_width", accumulator_width, DTYPES["float32"]),
+    ):
+        if width < 0 or width * element_bytes % VECTOR_BYTES or width > 1024 or (name == "value_dim" and width == 0):
+            step = VECTOR_BYTES // element_bytes
+            raise PlanError(f"preprocess: {name} is {width}; it takes multiples of {step} up to 1024.")
+    vectors = value_dim * DTYPES[dtype] // VECTOR_BYTES
+    # Lanes that share a row: as many as divide it evenly, so that none idles, but 4 at least, so that a warp's load touches
+    # whole sectors of 32 bytes and more.
+    lanes = max(4, min(32, vectors & -vectors))
+    loads = -(-vectors // lanes)
+    # Rows per thread: at least 4 loads of 16 bytes in flight for each thread, 128 KiB for an SM of 2048 threads, well over
+    # the bandwidth-latency product of HBM3e per SM (4.8 TB/s * 0.7 us / 132 = 25 KiB).
+    rows_per_thread = max(1, 2 // loads)
+    rows = PREPROCESS_WARPS * 32 // lanes * rows_per_thread
+    return KernelPlan(
+        kernel="preprocess",
+        architecture=architecture,
+        source="jax_fa4.kernels.preprocess",
+        options=(
+            ("dtype", dtype),
+            ("value_dim", value_dim),
+            ("accumulator_width", accumulator_width),
+            ("lanes", lanes),
+            ("rows", rows),
+        ),
+        operands=("out", "grad_out", "lse", "grad_lse"),
+        results=("lse_log2", "delta", "accumulator"),
+        integers=("batch", "heads", "query_length", "padded_length"),
+        parameters=(
+            Parameter("operand", "out"),
+            Parameter("operand", "grad_out"),
+            Parameter("operand", "lse"),
+            Parameter("operand", "grad_lse"),
+            Parameter("result", "lse_log2"),
+            Parameter("result", "delta"),
+            Parameter("result", "accumulator"),
+            Parameter("int32", "heads"),
+            Parameter("int32", "query_length"),
+            Parameter("int32", "padded_length"),
+        ),
+        # Heads next to each other first: the LSE is (batch, row, head), so neighbours share its sectors.
+        grid=(Extent((("heads", 1), ("batch", 1))), Extent((("padded_length", rows),)), Extent()),
+        roles=(Role("rows", PREPROCESS_WARPS),),
+    )
+
+
+def bundled_plans() -> Iterator[KernelPlan]:
+    """Plans whose binaries the wheel carries."""
+    for architecture in ARCHITECTURES:
+        for dtype in DTYPES:
+            for head_dim in HEAD_DIMS:
+                yield preprocess_plan(architecture, dtype, head_dim, head_dim)
