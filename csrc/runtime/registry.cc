@@ -16,7 +16,7 @@ using LoadedKey = std::tuple<const Driver*, driver_api::Context, std::string_vie
 
 // Leaked on purpose, like the drivers. Readers are executions; the one writer registers or loads.
 struct Tables {
-  std::shared_mutex mutex;
+  std::shared_mutex* mutex = new std::shared_mutex;
   std::map<std::string, KernelBinary, std::less<>> binaries;
   std::map<LoadedKey, std::unique_ptr<LoadedKernel>> loaded;
 };
@@ -24,12 +24,13 @@ struct Tables {
 Tables& TheTables() {
   static Tables* tables = [] {
     auto* made = new Tables;
-    // A forked child inherits neither contexts nor kernels; it keeps the binaries and loads again. Holding the lock
-    // over the fork means that no other thread of the parent holds it in the child.
-    pthread_atfork([] { TheTables().mutex.lock(); }, [] { TheTables().mutex.unlock(); },
+    // A forked child inherits neither contexts nor kernels; it keeps the binaries and loads again. The lock is held
+    // over the fork, so that the tables are whole in the child; there the mutex is made anew, since glibc knows a
+    // writer by its thread's id, which the child's thread does not have.
+    pthread_atfork([] { TheTables().mutex->lock(); }, [] { TheTables().mutex->unlock(); },
                    [] {
+                     TheTables().mutex = new std::shared_mutex;
                      TheTables().loaded.clear();
-                     TheTables().mutex.unlock();
                    });
     return made;
   }();
@@ -175,14 +176,14 @@ bool ArchitectureRule::Accepts(Capability device) const {
 void RegisterBinary(KernelBinary binary) {
   CheckBinary(binary);
   Tables& tables = TheTables();
-  std::unique_lock lock(tables.mutex);
+  std::unique_lock lock(*tables.mutex);
   std::string hash = binary.hash;
   tables.binaries.try_emplace(std::move(hash), std::move(binary));
 }
 
 bool IsRegistered(std::string_view hash) {
   Tables& tables = TheTables();
-  std::shared_lock lock(tables.mutex);
+  std::shared_lock lock(*tables.mutex);
   return tables.binaries.find(hash) != tables.binaries.end();
 }
 
@@ -190,11 +191,11 @@ const LoadedKernel& Load(Driver& driver, std::string_view hash, int ordinal) {
   const driver_api::Context context = driver.ContextFor(ordinal);
   Tables& tables = TheTables();
   {
-    std::shared_lock lock(tables.mutex);
+    std::shared_lock lock(*tables.mutex);
     auto found = tables.loaded.find({&driver, context, hash});
     if (found != tables.loaded.end()) return *found->second;
   }
-  std::unique_lock lock(tables.mutex);
+  std::unique_lock lock(*tables.mutex);
   auto found = tables.loaded.find({&driver, context, hash});
   if (found != tables.loaded.end()) return *found->second;
 
@@ -224,7 +225,7 @@ const LoadedKernel& Load(Driver& driver, std::string_view hash, int ordinal) {
 const LoadedKernel& FindLoaded(Driver& driver, std::string_view hash, int ordinal) {
   const driver_api::Context context = driver.ContextFor(ordinal);
   Tables& tables = TheTables();
-  std::shared_lock lock(tables.mutex);
+  std::shared_lock lock(*tables.mutex);
   auto found = tables.loaded.find({&driver, context, hash});
   if (found != tables.loaded.end()) return *found->second;
   const KernelBinary& binary = FindBinary(tables, hash);

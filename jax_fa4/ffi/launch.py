@@ -1,8 +1,8 @@
 """Calls of compiled kernels inside `jax.jit`: one custom-call target for all of them.
 
-A call names its kernel by content hash and its driver by name, and carries the integers and floats from which the runtime fills
-the kernel's parameters; the recipe of how to do that is registered in this process when the call is traced. What XLA compiles
-is therefore the same in every process, so the persistent compilation cache serves it.
+A call names its kernel by content hash and its driver by name, and carries the integers and floats from which the
+runtime fills the kernel's parameters; the recipe of how to do that is registered in this process when the call is
+traced. What XLA compiles is therefore the same in every process, so the persistent compilation cache serves it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def native() -> types.ModuleType:
         module = importlib.import_module("jax_fa4._native")
     except ImportError as error:
         raise ImportError(
-            f"jax_fa4's compiled part cannot be imported ({error}). Install the package with `pip install .`, or build it in "
-            "place as the head of CMakeLists.txt says."
+            f"jax_fa4's compiled part cannot be imported ({error}). Install the package with `pip install .`, or "
+            "build it in place as the head of CMakeLists.txt says."
         ) from error
     module.declare_driver(CUDA_DRIVER, _CUDA_LIBRARY, False)
     cuda = {"initialize": module.handler("initialize"), "execute": module.handler("launch_on_cuda")}
@@ -65,8 +65,8 @@ def device_architecture(device: jax.Device | None = None) -> Architecture | None
 
 
 def native_recipe(plan: KernelPlan, layout: Sequence[tuple[int, int]]) -> Any:
-    """The plan's launch recipe as the runtime takes it, with every name replaced by a position; `layout` is (offset, bytes)
-    of each parameter. The grid's three extents follow the plan's integers."""
+    """The plan's launch recipe as the runtime takes it, with every name replaced by a position; `layout` is (offset,
+    bytes) of each parameter. The grid's three extents follow the plan's integers."""
     module = native()
     recipe = module.LaunchRecipe()
     positions = {
@@ -125,17 +125,19 @@ def register(binary: KernelBinary) -> str:
 
 
 def call_integers(plan: KernelPlan, integers: Mapping[str, int]) -> np.ndarray:
-    """The integers of a call in the plan's order, then the grid's extents, int64. Raises LaunchError on a grid that no device
-    takes."""
+    """The integers of a call in the plan's order, then the grid's extents, int64. Raises LaunchError on a grid that
+    no device takes."""
     grid = [extent.evaluate(integers) for extent in plan.grid]
     for axis, (extent, limit) in enumerate(zip(grid, _GRID_LIMITS, strict=True)):
         if extent > limit:
             raise LaunchError(
-                f"{plan.kernel}: grid extent {'xyz'[axis]} = {plan.grid[axis]} is {extent} for this problem; a GPU takes at "
-                f"most {limit}. Split the problem, or choose implementation='blockwise'."
+                f"{plan.kernel}: grid extent {'xyz'[axis]} = {plan.grid[axis]} is {extent} for this problem; a GPU "
+                f"takes at most {limit}. Split the problem, or choose implementation='blockwise'."
             )
         if extent % plan.cluster[axis]:
-            raise LaunchError(f"{plan.kernel}: grid extent {extent} is no multiple of the cluster's {plan.cluster[axis]}.")
+            raise LaunchError(
+                f"{plan.kernel}: grid extent {extent} is no multiple of the cluster's {plan.cluster[axis]}."
+            )
     return np.array([*(integers[name] for name in plan.integers), *grid], np.int64)
 
 
@@ -149,7 +151,8 @@ def launch(
     driver: str = CUDA_DRIVER,
 ) -> dict[str, jax.Array]:
     """Adds one kernel call to the traced program: operands and results by the plan's names, results' shapes and dtypes
-    given. A traced scalar is an operand: the kernel reads it through its address. Raises KernelUnavailableError, LaunchError."""
+    given. A traced scalar is an operand: the kernel reads it through its address. Raises KernelUnavailableError,
+    LaunchError."""
     content_hash = register(bundle.find(plan))
     floats = floats or {}
     call = jax.ffi.ffi_call(TARGET, tuple(results[name] for name in plan.results))

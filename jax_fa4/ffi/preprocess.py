@@ -47,18 +47,18 @@ def preprocess(
 ) -> Preprocessed:
     """Runs the kernel: delta = sum(out * grad_out) - grad_lse in float32, the LSE to log2, a zeroed accumulator.
 
-    out, grad_out: (B, T, N, D), bfloat16, float16 or float32, both of one dtype; lse, grad_lse: (B, T, N) float32; T >= 1.
-    architecture: one of `ARCHITECTURES`; None: the default device's. Source: FlashAttention-2, algorithm 2, line 4.
-    Raises LaunchError on shapes, dtypes or devices that it does not take, PlanError on a D that is no multiple of 16 bytes,
-    KernelUnavailableError where no binary is at hand.
+    out, grad_out: (B, T, N, D), bfloat16, float16 or float32, both of one dtype; lse, grad_lse: (B, T, N) float32; T
+    >= 1. architecture: one of `ARCHITECTURES`; None: the default device's. Source: FlashAttention-2, algorithm 2,
+    line 4. Raises LaunchError on shapes, dtypes or devices that it does not take, PlanError on a D that is no
+    multiple of 16 bytes, KernelUnavailableError where no binary is at hand.
     """
     _check(out, grad_out, lse, grad_lse)
     if architecture is None:
         found = device_architecture()
         if found is None:
             raise LaunchError(
-                f"preprocess: the default device is {jax.devices()[0].device_kind}, for which there is no kernel; there are "
-                f"kernels for {', '.join(ARCHITECTURES)}. Choose implementation='blockwise'."
+                f"preprocess: the default device is {jax.devices()[0].device_kind}, for which there is no kernel; "
+                f"there are kernels for {', '.join(ARCHITECTURES)}. Choose implementation='blockwise'."
             )
         architecture = found.name
     plan = preprocess_plan(architecture, out.dtype.name, out.shape[-1], accumulator_width)
@@ -121,6 +121,4 @@ def _check(out: jax.Array, grad_out: jax.Array, lse: jax.Array, grad_lse: jax.Ar
         )
     for name, operand in (("lse", lse), ("grad_lse", grad_lse)):
         if operand.shape != out.shape[:3] or operand.dtype != jnp.float32:
-            raise LaunchError(
-                f"preprocess: {name} is {operand.dtype}{operand.shape}; it takes float32{out.shape[:3]}."
-            )
+            raise LaunchError(f"preprocess: {name} is {operand.dtype}{operand.shape}; it takes float32{out.shape[:3]}.")

@@ -3,8 +3,8 @@
     python -m jax_fa4.kernels.build            builds every plan of the bundle anew and writes it into the package
     python -m jax_fa4.kernels.build --print    prints the plans
 
-needs nvidia-cutlass-dsl (extra `build`), no GPU and no CUDA toolkit. The kernel's parameters are read off its PTX and compared
-with the plan, so that a disagreement is an error here and never a wrong launch.
+needs nvidia-cutlass-dsl (extra `build`), no GPU and no CUDA toolkit. The kernel's parameters are read off its PTX and
+compared with the plan, so that a disagreement is an error here and never a wrong launch.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def _device_modules(module: str, found: dict[str, bytes]) -> dict[str, bytes]:
         for name in imported:
             # plan.py is left out: what it decides is in the plan, whose digest is recorded beside this one.
             is_device_code = name.startswith("jax_fa4.kernels.") and name != "jax_fa4.kernels.plan"
-            if is_device_code and name not in found and not name.startswith("jax_fa4.kernels.plan."):
-                if importlib.util.find_spec(name) is not None:
-                    _device_modules(name, found)
+            is_new = name not in found and not name.startswith("jax_fa4.kernels.plan.")
+            if is_device_code and is_new and importlib.util.find_spec(name) is not None:
+                _device_modules(name, found)
     return found
 
 

@@ -1,11 +1,13 @@
 """Where the binary of a plan is found: in the wheel, in the user's cache, built now, or refused with the remedy.
 
-The wheel's binaries lie in `bundle/`, one file each, beside `manifest.json`, which says of what they were made; the cache holds
-the same files under the platform's cache folder, named by what they were made of, so that an old one is never taken for a new one.
+The wheel's binaries lie in `bundle/`, one file each, beside `manifest.json`, which says of what they were made; the
+cache holds the same files under the platform's cache folder, named by what they were made of, so that an old one is
+never taken for a new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -68,10 +70,8 @@ def find(plan: KernelPlan) -> KernelBinary:
     if (reason := why_unavailable(plan)) is not None:
         raise KernelUnavailableError(reason)
     binary = build_module.build(plan)
-    try:
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, not the result
         _write_whole(_cache_file(plan), binary.to_bytes())
-    except OSError:
-        pass  # a cache that cannot be written costs time, not the result
     return binary
 
 
@@ -80,8 +80,8 @@ def why_unavailable(plan: KernelPlan) -> str | None:
     if compiler_version() is not None or stored(plan) is not None:
         return None
     return (
-        f"The kernel {plan.key} is neither in the wheel nor in the cache {cache_folder()}, and {COMPILER}, which could build "
-        "it, is not installed. Install it with: pip install 'jax_fa4[build]'."
+        f"The kernel {plan.key} is neither in the wheel nor in the cache {cache_folder()}, and {COMPILER}, which could "
+        "build it, is not installed. Install it with: pip install 'jax_fa4[build]'."
     )
 
 

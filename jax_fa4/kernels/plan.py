@@ -1,12 +1,13 @@
-"""Kernel plans: everything about a kernel that is decided before it is compiled, as data that can be checked and printed.
+"""Kernel plans: everything about a kernel that is decided before it is compiled, as data that can be checked and
+printed.
 
-A `KernelPlan` names a kernel's operands and the order of its parameters, its grid, its warps by role, its maps of shared
-memory and of tensor memory, and its events (one barrier per event, named by what has happened). Its constructor refuses
-what no device could run or what would hang: too many columns, bytes or registers, buffers that overlap undeclared, and
-arrival counts that do not add up. Nothing here needs a GPU or a compiler.
+A `KernelPlan` names a kernel's operands and the order of its parameters, its grid, its warps by role, its maps of
+shared memory and of tensor memory, and its events (one barrier per event, named by what has happened). Its
+constructor refuses what no device could run or what would hang: too many columns, bytes or registers, buffers that
+overlap undeclared, and arrival counts that do not add up. Nothing here needs a GPU or a compiler.
 
-This module also holds the one table of what is supported (`ARCHITECTURES`, `DTYPES`, `HEAD_DIMS`), which feeds validation,
-the bundle, messages and tests.
+This module also holds the one table of what is supported (`ARCHITECTURES`, `DTYPES`, `HEAD_DIMS`), which feeds
+validation, the bundle, messages and tests.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ PARAMETER_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One kernel parameter: the address of an operand or result, a scalar of the call, a divisor made of an integer of the
-    call, or a tensor map; `name` says which."""
+    """One kernel parameter: the address of an operand or result, a scalar of the call, a divisor made of an integer
+    of the call, or a tensor map; `name` says which."""
 
     kind: ParameterKind
     name: str
@@ -172,8 +173,8 @@ class Event:
 class KernelPlan:
     """One kernel for one architecture and one set of options; see the module's text.
 
-    `operands`, `results`, `integers` and `floats` name the values that a call brings, in order; `parameters` is the order
-    in which the kernel takes them. `source` is the module that holds the device code. Raises PlanError.
+    `operands`, `results`, `integers` and `floats` name the values that a call brings, in order; `parameters` is the
+    order in which the kernel takes them. `source` is the module that holds the device code. Raises PlanError.
     """
 
     kernel: str
@@ -322,7 +323,9 @@ def _check_roles(plan: KernelPlan) -> None:
         raise PlanError(f"{plan.kernel}: {plan.threads} threads per block; a block has 32 to 1024.")
     for role in plan.roles:
         if role.registers is not None and (role.registers % 8 or not 24 <= role.registers <= 256):
-            raise PlanError(f"{plan.kernel}: role {role.name!r} has {role.registers} registers; multiples of 8, 24 to 256.")
+            raise PlanError(
+                f"{plan.kernel}: role {role.name!r} has {role.registers} registers; multiples of 8, 24 to 256."
+            )
     registers = sum(WARP_THREADS * role.warps * (role.registers or 0) for role in plan.roles)
     if registers > plan.target.registers_per_block:
         raise PlanError(f"{plan.kernel}: {registers} registers per block; there are {plan.target.registers_per_block}.")
@@ -334,7 +337,9 @@ def _check_shared(plan: KernelPlan) -> None:
     for buffer in plan.shared:
         if buffer.over is not None:
             if buffer.over not in seen:
-                raise PlanError(f"{plan.kernel}: {buffer.name!r} lies over {buffer.over!r}, which is not declared before it.")
+                raise PlanError(
+                    f"{plan.kernel}: {buffer.name!r} lies over {buffer.over!r}, which is not declared before it."
+                )
             if buffer.total_bytes > buffers[buffer.over].total_bytes:
                 raise PlanError(f"{plan.kernel}: {buffer.name!r} is larger than {buffer.over!r}, over which it lies.")
         seen.add(buffer.name)
@@ -372,4 +377,6 @@ def _check_events(plan: KernelPlan) -> None:
             )
         for name, count in event.arrivals:
             if count > WARP_THREADS * roles[name].warps:
-                raise PlanError(f"{plan.kernel}: role {name!r} has fewer threads than its {count} arrivals at {event.name!r}.")
+                raise PlanError(
+                    f"{plan.kernel}: role {name!r} has fewer threads than its {count} arrivals at {event.name!r}."
+                )

@@ -14,7 +14,8 @@ PREPROCESS_WARPS = 8
 
 
 def preprocess_plan(architecture: str, dtype: str, value_dim: int, accumulator_width: int) -> KernelPlan:
-    """The backward's preprocess for rows of `value_dim` elements, zeroing `accumulator_width` float32 per row (0: none).
+    """The backward's preprocess for rows of `value_dim` elements, zeroing `accumulator_width` float32 per row (0:
+    none).
 
     Raises PlanError where a row is not whole vectors of 16 bytes.
     """
@@ -28,12 +29,12 @@ def preprocess_plan(architecture: str, dtype: str, value_dim: int, accumulator_w
             step = VECTOR_BYTES // element_bytes
             raise PlanError(f"preprocess: {name} is {width}; it takes multiples of {step} up to 1024.")
     vectors = value_dim * DTYPES[dtype] // VECTOR_BYTES
-    # Lanes that share a row: as many as divide it evenly, so that none idles, but 4 at least, so that a warp's load touches
-    # whole sectors of 32 bytes and more.
+    # Lanes that share a row: as many as divide it evenly, so that none idles, but 4 at least, so that a warp's load
+    # touches whole sectors of 32 bytes and more.
     lanes = max(4, min(32, vectors & -vectors))
     loads = -(-vectors // lanes)
-    # Rows per thread: at least 4 loads of 16 bytes in flight for each thread, 128 KiB for an SM of 2048 threads, well over
-    # the bandwidth-latency product of HBM3e per SM (4.8 TB/s * 0.7 us / 132 = 25 KiB).
+    # Rows per thread: at least 4 loads of 16 bytes in flight for each thread, 128 KiB for an SM of 2048 threads, well
+    # over the bandwidth-latency product of HBM3e per SM (4.8 TB/s * 0.7 us / 132 = 25 KiB).
     rows_per_thread = max(1, 2 // loads)
     rows = PREPROCESS_WARPS * 32 // lanes * rows_per_thread
     return KernelPlan(

@@ -8,7 +8,8 @@ For each query row of each head, with float32 arithmetic (FlashAttention-2, arXi
 
 so that the kernels after it recompute probabilities as exp2(scores_log2 - lse_log2) without a special case.
 
-One block takes `rows` rows of one head, 256 threads; `lanes` neighbours of a warp share a row (here 16, head dim 128, bf16):
+One block takes `rows` rows of one head, 256 threads; `lanes` neighbours of a warp share a row (here 16, head dim 128,
+bf16):
 
     out, grad_out (batch, row, head, column), 16 bytes a lane and load
       row 0   |lane 0 |lane 1 |  ...  |lane 15|   -> sum over lanes by shuffles -> lane 0 writes delta, lse_log2
@@ -17,8 +18,9 @@ One block takes `rows` rows of one head, 256 threads; `lanes` neighbours of a wa
     accumulator (batch, head, padded row, column)
       rows * width floats that lie together: 256 threads write 16 bytes each, again and again
 
-Rows beyond the query length load the last real row instead, and drop it: no branch stands between the loads. Bytes moved
-per row, bf16, D = 128: 512 read, 8 read, 8 written, 512 zeroed; nothing is computed that could take longer than that.
+Rows beyond the query length load the last real row instead, and drop it: no branch stands between the loads. Bytes
+moved per row, bf16, D = 128: 512 read, 8 read, 8 written, 512 zeroed; nothing is computed that could take longer than
+that.
 """
 
 from __future__ import annotations
@@ -84,9 +86,10 @@ class Preprocess:
         for step in cutlass.range_constexpr(-(-vectors // self.threads)):
             index = thread + step * self.threads
             to = _vector(accumulator, first_row * self.width + index * VECTOR_FLOATS, VECTOR_FLOATS)
-            if cutlass.const_expr((step + 1) * self.threads <= vectors):
-                cute.autovec_copy(zeros, to)
-            elif index < vectors:
+            if cutlass.const_expr((step + 1) * self.threads > vectors):
+                if index < vectors:
+                    cute.autovec_copy(zeros, to)
+            else:
                 cute.autovec_copy(zeros, to)
 
     @cute.kernel
@@ -103,6 +106,7 @@ class Preprocess:
         query_length: Int32,
         padded_length: Int32,
     ) -> None:
+        """The text of the module says who does what."""
         thread, _, _ = cute.arch.thread_idx()
         pair, row_tile, _ = cute.arch.block_idx()
         batch = pair // heads
