@@ -406,7 +406,7 @@ def _read_ids(name: str, value: Any, sizes: Sizes, length: int) -> HostArray | j
         return _narrow(array, -1, INT32_MAX, -1).reshape(sizes.batch, length)
     if array.size and array.max() > INT32_MAX:
         raise ValueError(f"{name} holds {array.max()}. {accepted}; ids must fit into int32.")
-    return HostArray(np.maximum(array, -1).astype(np.int32).reshape(sizes.batch, length))
+    return HostArray(np.maximum(array.astype(np.int64), -1).astype(np.int32).reshape(sizes.batch, length))
 
 
 def _narrow(array: jax.Array, low: int, high: int, above: int) -> jax.Array:

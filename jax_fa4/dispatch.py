@@ -253,7 +253,8 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain_problem(names: Sequence[str], problem: AttentionProblem, target: Target) -> Explanation:
+@functools.lru_cache(maxsize=256)
+def explain_problem(names: tuple[str, ...], problem: AttentionProblem, target: Target) -> Explanation:
     """Which of the named implementations takes a problem on a target, and why the others do not."""
     reasons = {name: why_not(name, problem, target) for name in names}
     chosen = next((name for name in names if reasons[name] is None), None)
