@@ -199,6 +199,27 @@ def test_skewed_packings_stay_near_the_bound(packing, heads, direction):
     assert ratio(table_of(problem(1, 0, *heads, ids=SKEWED[packing]), direction)) <= 1.10
 
 
+@pytest.mark.parametrize("direction", TABLES)
+def test_pairs_of_multiprocessors(direction):
+    """A pair shares an item of twice the rows, so that half as many run at a time, each as long as one CTA's half."""
+    query_tile, key_tile = {"forward": (512, 128), "backward": (128, 256)}[direction]
+    the_problem = problem(2, 8192, 8)
+    pairs = TABLES[direction](the_problem, AttentionOperands(), query_tile, key_tile, B200, ctas=2)
+    single = table_of(the_problem, direction)
+    assert 2 * len(pairs.items) == len(single.items)
+    assert pairs.clocks.max() <= 1.05 * single.clocks.max()
+    assert ratio(pairs, B200.sms // 2) <= 1.10
+
+
+def test_whole_groups_balance():
+    """Items that walk all query heads of a group are fewer and longer."""
+    the_problem = problem(2, 16384, 32, 8)
+    whole = table_of(the_problem, "backward", whole_group=True)
+    assert 4 * len(whole.items) == len(table_of(the_problem, "backward").items)
+    assert set(whole.items[:, Column.HEAD]) == set(range(8))
+    assert ratio(whole) <= 1.10
+
+
 def test_sections_that_would_end_late_are_merged():
     """Without it, the giant document of the last section would begin when the others are nearly done."""
     the_problem = problem(1, 0, 4, 4, ids=SKEWED["one giant last"])
