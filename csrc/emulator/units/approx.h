@@ -6,7 +6,7 @@
 // Arguments and results are bit patterns; `flush` is .ftz (subnormal inputs and results become zero of their sign).
 //
 //   function  documented error                                         here
-//   ex2       2 ulp over the full range                                 at most 1 ulp (computed in f64, rounded once)
+//   ex2       2 ulp over the full range                                 at most 0.501 ulp (f64, rounded once)
 //   lg2       absolute 2^-22 for x in (0.5, 2), 2 ulp elsewhere          correctly rounded
 //   rcp       1 ulp                                                    correctly rounded
 //   rsqrt     relative 2^-22.9                                         correctly rounded

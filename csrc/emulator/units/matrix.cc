@@ -284,14 +284,19 @@ uint32_t element_code(MmaKind kind, Format format, bool is_signed) {
 
 int depth_of(MmaKind kind) { return kind == MmaKind::f16 ? 16 : kind == MmaKind::tf32 ? 8 : 32; }
 
-std::string check_shape(const MmaShape& shape, int cta_group, MmaKind kind, const std::string& name) {
+// The widest rules that CUTLASS and PTX give: N in steps of 8 a CTA; of 16 for MN-major bytes; kind::i8 of 16, or 8
+// and 24.
+std::string check_shape(const InstructionDescriptor& instruction, int cta_group, MmaKind kind,
+                        const std::string& name) {
+  const MmaShape& shape = instruction.shape;
   const bool m_ok = cta_group == 1 ? shape.m == 64 || shape.m == 128 : shape.m == 128 || shape.m == 256;
   if (!m_ok)
     return name + " has M " + std::to_string(shape.m) + "; accepted with cta_group::" + std::to_string(cta_group) +
            (cta_group == 1 ? " are 64 and 128." : " are 128 and 256.");
-  int step = shape.m == 64 ? 8 : cta_group == 1 ? 16 : 32;
-  if (kind == MmaKind::i8) step = std::max(step, 16);  // and 8, 24 below
-  const bool small_i8 = kind == MmaKind::i8 && cta_group == 1 && shape.m == 64 && (shape.n == 8 || shape.n == 24);
+  const bool bytes = kind == MmaKind::f8f6f4 || kind == MmaKind::i8;
+  const bool wide = kind == MmaKind::i8 || (bytes && instruction.b_major == Major::mn);
+  const int step = (wide ? 16 : 8) * cta_group;
+  const bool small_i8 = kind == MmaKind::i8 && cta_group == 1 && (shape.n == 8 || shape.n == 24);
   if (!small_i8 && (shape.n < step || shape.n > 256 || shape.n % step != 0))
     return name + " has N " + std::to_string(shape.n) + "; accepted are multiples of " + std::to_string(step) +
            " up to 256.";
@@ -326,7 +331,7 @@ std::string decode_instruction_descriptor(uint32_t word, MmaKind kind, int cta_g
   descriptor.shape = {static_cast<int>(bits(word, 24, 5)) * 16, static_cast<int>(bits(word, 17, 6)) * 8,
                       depth_of(kind)};
   if (bits(word, 6, 1) || bits(word, 23, 1) || bits(word, 29, 1)) return name + " has a reserved bit set.";
-  return check_shape(descriptor.shape, cta_group, kind, name);
+  return check_shape(descriptor, cta_group, kind, name);
 }
 
 uint32_t encode_instruction_descriptor(const InstructionDescriptor& descriptor, MmaKind kind) {
