@@ -39,7 +39,7 @@ bench: $(VENV)/.demo-ready ext ## the CPU benchmarks; JSON and pictures in out/
 	@$(BIN)/python -m benchmarks.run $(BENCH_FLAGS)
 
 docs: $(VENV)/.demo-ready ext ## write docs/reference.md from the docstrings
-	@$(BIN)/python -m docs.reference
+	@$(BIN)/python docs/build_reference.py
 
 lint: $(VENV)/.test-ready ## ruff, mypy and clang-format, changing nothing
 	@echo "== ruff, mypy, clang-format"
