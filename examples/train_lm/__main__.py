@@ -104,9 +104,10 @@ def explain_call(model: Transformer, rows: data.Rows, console: Console) -> None:
     config = model.config
     shape = (*rows.tokens.shape, config.query_heads, config.head_dim)
     query = jax.ShapeDtypeStruct(shape, config.dtype)
+    segment_ids = jax.ShapeDtypeStruct(shape[:2], "int32")  # traced, as in the training step
     key = jax.ShapeDtypeStruct((*shape[:2], config.kv_heads, config.head_dim), config.dtype)
     report = jax_fa4.explain(
-        query, key, key, segment_ids=rows.segment_ids, is_causal=True, implementation=IMPLEMENTATION.value
+        query, key, key, segment_ids=segment_ids, is_causal=True, implementation=IMPLEMENTATION.value
     )
     console.rule("What jax_fa4.explain says of one attention call")
     console.print(str(report), highlight=False, markup=False)
@@ -117,7 +118,7 @@ def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected arguments {arguments[1:]}; sizes are flags, such as --steps=10")
     console = Console(highlight=False)
-    console.rule("A language model on packed documents: the sources of Python's standard library")
+    console.rule("A language model on Python's standard library")
     rows, held_out = load_rows(console)
     model = make_model(console)
     attention = packed_attention(IMPLEMENTATION.value)
