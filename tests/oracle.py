@@ -46,8 +46,23 @@ def sees(batch, head, i, j, *, lengths, is_causal, bottom_right, window, query_l
 
 
 def attention(
-    query, key, value, *, bias=None, mask=None, scale=None, is_causal=False, bottom_right=False, window=(None, None),
-    query_lengths=None, key_lengths=None, ids=None, cap=None, sinks=None, grad_out=None, grad_lse=None,
+    query,
+    key,
+    value,
+    *,
+    bias=None,
+    mask=None,
+    scale=None,
+    is_causal=False,
+    bottom_right=False,
+    window=(None, None),
+    query_lengths=None,
+    key_lengths=None,
+    ids=None,
+    cap=None,
+    sinks=None,
+    grad_out=None,
+    grad_lse=None,
 ):
     """Values, and gradients where `grad_out` is given.
 
@@ -66,8 +81,14 @@ def attention(
     for b, n, i in np.ndindex(batch, heads, query_length):
         k = n // (heads // kv_heads)
         rules = dict(
-            lengths=(query_length, key_length), is_causal=is_causal, bottom_right=bottom_right, window=window,
-            query_lengths=query_lengths, key_lengths=key_lengths, ids=ids, mask=mask,
+            lengths=(query_length, key_length),
+            is_causal=is_causal,
+            bottom_right=bottom_right,
+            window=window,
+            query_lengths=query_lengths,
+            key_lengths=key_lengths,
+            ids=ids,
+            mask=mask,
         )
         seen = [j for j in range(key_length) if sees(b, n, i, j, **rules)]
         products = np.array([query[b, i, n] @ key[b, j, k] for j in seen])

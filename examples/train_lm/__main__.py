@@ -76,10 +76,10 @@ def make_model(console: Console) -> Transformer:
 
 def report_leaks(model: Transformer, rows: data.Rows, attention: AttentionFunction, console: Console) -> None:
     """Print what one document's loss feels of its neighbours, with segment ids and without."""
-    row = checks.row_of_many_documents(rows)
+    row = rows.shared().take(slice(0, 1))
     console.rule("Do documents leak into each other?")
     console.print(
-        f"A row of {row.documents_per_row[0]} documents; largest gradient of the last one's loss with respect to"
+        f"A row of {row.documents_per_row[0]} documents; the largest gradient of the last one's loss with respect to"
     )
     leaks = {"jax_fa4, segment_ids": attention, "jax.nn, causal only": leaking_attention}
     for name, candidate in leaks.items():
@@ -144,7 +144,8 @@ def main(arguments: list[str]) -> None:
     out = Path(OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     pictures.draw_losses(history, entropy, out / "loss.png")
-    console.print(f"picture: {out / 'loss.png'}")
+    pictures.draw_tiles(rows, model.config, out / "tiles.png")
+    console.print(f"pictures: {out / 'loss.png'}, {out / 'tiles.png'}")
 
 
 if __name__ == "__main__":

@@ -20,14 +20,6 @@ class Leak(NamedTuple):
     others: float
 
 
-def row_of_many_documents(rows: Rows) -> Rows:
-    """The single row that holds the most documents."""
-    row = int(np.argmax(rows.documents_per_row))
-    if rows.documents_per_row[row] < 2:
-        raise ValueError("no row holds two documents, so none can leak: pack more or shorter files")
-    return rows.take(slice(row, row + 1))
-
-
 def measure_leak(model: Transformer, row: Rows, attention: AttentionFunction) -> Leak:
     """Gradient of the last document's loss with respect to every input embedding of a row.
 

@@ -34,6 +34,18 @@ class Rows(NamedTuple):
         """How many documents (or pieces of long ones) each row holds, shape (rows,)."""
         return self.segment_ids.max(axis=1) + 1
 
+    def shared(self) -> "Rows":
+        """The rows of two documents or more, those without a long document first.
+
+        Raises:
+          ValueError: there is none.
+        """
+        rows = np.flatnonzero(self.documents_per_row >= 2)
+        if not rows.size:
+            raise ValueError("no row holds two documents: pack more files, or shorter ones, or longer rows")
+        longest_document = self.positions[rows].max(axis=1)
+        return self.take(rows[np.argsort(longest_document, kind="stable")])
+
 
 def library_sources() -> dict[str, bytes]:
     """Name and content of every module of the standard library that runs this program, sorted by name."""

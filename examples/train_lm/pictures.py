@@ -6,9 +6,15 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+import jax
 import matplotlib.pyplot as plt
 
+import jax_fa4
+from examples.train_lm.data import Rows
+from examples.train_lm.model import ModelConfig
 from examples.train_lm.training import History
+from jax_fa4.cost import ARCHITECTURES
+from jax_fa4.schedule.plot import schedule_figure
 
 
 def draw_losses(history: History, entropy: float, path: Path) -> None:
@@ -24,3 +30,15 @@ def draw_losses(history: History, entropy: float, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def draw_tiles(rows: Rows, config: ModelConfig, path: Path, architecture: str = "sm_100") -> None:
+    """The tiles of a row of several documents, and the schedule of a batch of 64 such rows on a GPU (simulated)."""
+    segment_ids = rows.shared().segment_ids[:64]
+    query, key = (
+        jax.ShapeDtypeStruct((*segment_ids.shape, heads, config.head_dim), "bfloat16")
+        for heads in (config.query_heads, config.kv_heads)
+    )
+    problem = jax_fa4.explain(query, key, key, segment_ids=segment_ids, is_causal=True).problem
+    figure = schedule_figure(problem, ARCHITECTURES[architecture], query_tile=128, key_tile=128)
+    figure.savefig(path)

@@ -50,6 +50,15 @@ def test_rows_are_nearly_full(lengths):
     assert all(first + second > 64 for first, second in itertools.combinations(fill, 2))
 
 
+def test_shared_rows_come_with_short_documents_first():
+    rows = data.pack([b"a" * 9, b"b", b"c" * 5, b"d" * 5, b"e" * 10], 10)
+    shared = rows.shared()
+    assert (shared.documents_per_row == 2).all()
+    assert [bytes(row[:6].astype(np.uint8)) for row in shared.tokens] == [b"cccccd", b"aaaaaa"]
+    with pytest.raises(ValueError, match="no row holds two documents"):
+        data.pack([b"alone"], 8).shared()
+
+
 def test_split_depends_on_names_alone():
     sources = {f"module{index}.py": str(index).encode() for index in range(1000)}
     training, held_out = data.split_by_file(sources, 5)
