@@ -4,6 +4,7 @@
 """
 
 import argparse
+import enum
 import importlib
 import inspect
 import re
@@ -14,9 +15,18 @@ from typing import Any
 
 PAGE = Path(__file__).with_name("reference.md")
 
+MASK_NAMES = (
+    *("MaskRule", "MaskOperands", "Intervals", "query_intervals", "key_intervals"),
+    *("TileClass", "classify", "TileBounds", "tile_bounds"),
+)
 # Chapter title, module, names in reading order. A name that does not exist is an error here and in the tests.
 CHAPTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("The call", "jax_fa4", ("attention", "explain", "target", "Explanation")),
+    ("The call", "jax_fa4", ("attention", "explain", "Explanation", "target", "Target")),
+    ("Masks", "jax_fa4.schedule.tiles", MASK_NAMES),
+    ("Schedules", "jax_fa4.schedule.order", ("forward_table", "backward_table", "WorkTable", "Column", "Policy")),
+    ("Simulation", "jax_fa4.schedule.simulate", ("simulate", "Simulation")),
+    ("Pictures", "jax_fa4.schedule.plot", ("schedule_figure", "orders_figure", "draw_tile_map", "draw_gantt")),
+    ("Feeds and speeds", "jax_fa4.cost", ("Architecture", "forward_tile", "backward_tile", "TileCost")),
 )
 
 INTRODUCTION = """\
@@ -31,9 +41,9 @@ SECTIONS = (*LISTS, "Returns", "Yields", "Source")
 
 
 def entries(lines: list[str]) -> Iterator[str]:
-    """Bullets of a section of names: lines at the section's own indent open one, deeper lines go on with it."""
+    """Bullets of a section: `name: meaning` at the section's own indent opens one, other lines go on with it."""
     text = inspect.cleandoc("\n".join(lines))
-    for entry in re.split(r"\n(?=\S)", text):
+    for entry in re.split(r"\n(?=\**[\w.]+: )", text):
         name, _, meaning = " ".join(line.strip() for line in entry.splitlines()).partition(": ")
         yield f"- `{name}`: {meaning}"
 
@@ -65,16 +75,17 @@ def to_markdown(docstring: str) -> str:
 
 def signature(name: str, value: Any) -> str:
     """The call as one would type it, without annotations that say only Any, one argument a line when it is long."""
-    parameters = []
+    if isinstance(value, enum.EnumMeta):
+        return "\n".join(f"{name}.{member.name} = {member.value!r}" for member in value)
+    parts: list[str] = []
     for parameter in inspect.signature(value).parameters.values():
-        annotation = inspect.Parameter.empty if parameter.annotation is Any else parameter.annotation
-        parameters.append(parameter.replace(annotation=annotation))
-    bare = str(inspect.Signature(parameters))
-    bare = re.sub(r"collections\.abc\.|typing\.", "", bare)
-    if len(name + bare) <= 100:
-        return name + bare
-    inner = re.split(r", (?=[\w*]+(?:[:=,)]|$))", bare[1:-1])
-    return f"{name}(\n" + "".join(f"    {part},\n" for part in inner) + ")"
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        bare = parameter.replace(annotation=parameter.empty) if parameter.annotation is Any else parameter
+        text = re.sub(r"\b(\w+\.)+(?=[A-Za-z])", "", str(bare))  # types by their own names
+        parts.append(re.sub(r"<(\w+): .*>", rf"{bare.annotation.__name__}.\1", text) if "<" in text else text)
+    line = f"{name}({', '.join(parts)})"
+    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + ")"
 
 
 def describe(module: str, name: str) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -45,14 +46,16 @@ def test_links_lead_somewhere(page):
             assert anchor in headings(destination), f"{destination.name} has no heading {anchor}"
 
 
-def python_blocks():
+def test_readme_examples_run_and_explain_prints_what_it_shows(capsys, monkeypatch):
+    """The examples run one after the other, as a reader would type them, as on a CPU."""
+    monkeypatch.setenv("JAX_FA4_TARGET", "cpu")
     readme = (ROOT / "README.md").read_text()
-    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-
-
-def test_readme_examples_run():
-    """The examples are run one after the other, as a reader would."""
+    examples = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(examples) == 4
     namespace = {}
-    for block in python_blocks():
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert len(python_blocks()) >= 3
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), namespace)
+    assert np.isfinite(namespace["loss"])
+    assert np.isfinite(namespace["grad_query"]).all()
+    shown = readme.partition(examples[-1] + "```\n\n```\n")[2].partition("```")[0]
+    assert capsys.readouterr().out == shown
