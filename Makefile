@@ -8,6 +8,7 @@ DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 
 BIN := $(VENV)/bin
+export PATH := $(abspath $(BIN)):$(PATH)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 CPP_SOURCES := $(shell find csrc tests \( -name '*.cc' -o -name '*.h' \) 2>/dev/null)
 CMAKE_FILES := CMakeLists.txt $(shell find csrc tests -name CMakeLists.txt 2>/dev/null)
@@ -85,7 +86,7 @@ $(VENV)/.test-ready: $(VENV)/.demo-ready
 
 $(VENV)/.ext-ready: $(VENV)/.tools-ready $(CMAKE_FILES) $(CPP_SOURCES)
 	@echo "== native extension"
-	@PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/dev -G Ninja --log-level=WARNING \
-		-DPython_EXECUTABLE=$(abspath $(BIN))/python
-	@PATH="$(abspath $(BIN)):$$PATH" NINJA_STATUS="   [%f/%t] " cmake --build build/dev -j $(JOBS)
+	@cmake -S . -B build/dev -G Ninja --log-level=WARNING -DFA4_BUILD_TESTS=OFF \
+		-DPython_EXECUTABLE=$(abspath $(BIN))/python >/dev/null
+	@NINJA_STATUS="   [%f/%t] " cmake --build build/dev -j $(JOBS)
 	@touch $@
