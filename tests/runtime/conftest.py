@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -29,9 +30,12 @@ def build_programs(sanitizer: str = "") -> Path:
     if not (folder / "CMakeCache.txt").exists() and (ninja := tool("ninja")) is not None:
         configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     targets = ["stub_driver", "stub_driver_incomplete", "runtime_test"]
-    for command in (configure, [cmake, "--build", str(folder), "--target", *targets]):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want the same programs
+        for command in (configure, [cmake, "--build", str(folder), "--target", *targets]):
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
     return folder / "tests" / "runtime"
 
 

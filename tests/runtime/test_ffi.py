@@ -67,7 +67,7 @@ def test_unregistered_kernel_is_an_error_with_the_remedy(stub: Stub) -> None:
 def test_grid_beyond_the_device_is_refused(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "find", stub_binary)
     plan = fill_plan(grid=(Extent(), Extent((("count", 1),)), Extent()))
-    with pytest.raises(launch.LaunchError, match="grid extent y = count is 70000 .*at most 65535"):
+    with pytest.raises(launch.LaunchError, match=r"grid extent y = count is 70000 .*at most 65535"):
         jax.eval_shape(lambda: fill(plan, 70000, 1.0))
 
 

@@ -126,12 +126,12 @@ def test_missing_libraries_and_functions(stub: Stub) -> None:
     content_hash = launch.register(stub_binary(fill_plan()))
     incomplete = stub.path.with_name("libstub_driver_incomplete.so")
     launch.declare_driver("too-old", str(incomplete), takes_ptx=False)
-    with pytest.raises(RuntimeError, match="no function cuLaunchKernelEx.*CUDA 12.0"):
+    with pytest.raises(RuntimeError, match=r"no function cuLaunchKernelEx.*CUDA 12.0"):
         launch.native().load("too-old", content_hash, 0)
     launch.declare_driver("absent", "/no/such/libcuda.so.1", takes_ptx=False)
-    with pytest.raises(RuntimeError, match="/no/such/libcuda.so.1"):
+    with pytest.raises(RuntimeError, match=r"/no/such/libcuda.so.1"):
         launch.native().load("absent", content_hash, 0)
-    with pytest.raises(RuntimeError, match="No driver is called 'unheard-of'; there are: .*stub"):
+    with pytest.raises(RuntimeError, match=r"No driver is called 'unheard-of'; there are: .*stub"):
         launch.native().load("unheard-of", content_hash, 0)
     launch.native().load("stub", content_hash, 0)
     with pytest.raises(RuntimeError, match="another name"):
