@@ -280,6 +280,9 @@ def _narrow_by_ids(xp: Any, lo: Array, hi: Array, row_ids: Array, column_ids: Ar
     return lo, hi, visible
 
 
+_FIRST_ID = 1 << 31  # what id 0 becomes in the low half of a key, so that keys order negative ids below it
+
+
 def _runs_of_ids(row_ids: np.ndarray, column_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The columns [start, end) that hold each row's id, (B, R), for documents that lie together, which most do.
 
@@ -301,9 +304,6 @@ def _runs_of_ids(row_ids: np.ndarray, column_ids: np.ndarray) -> tuple[np.ndarra
     end = np.repeat(ends[place].astype(np.int32), row_counts).reshape(row_ids.shape)
     start[is_scattered], end[is_scattered] = 0, column_ids.shape[1]
     return start, end, is_scattered
-
-
-_FIRST_ID = 1 << 31  # what id 0 becomes in the low half of a key, so that keys order negative ids below it
 
 
 def _runs(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -357,8 +357,8 @@ def _search_jax(column_ids: jax.Array, ids: jax.Array, positions: jax.Array) -> 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = jnp.minimum((low + high) // 2, columns - 1)
-        id_there = jnp.take_along_axis(sorted_ids, middle, axis=1)
-        position_there = jnp.take_along_axis(order, middle, axis=1)
+        id_there = jnp.take_along_axis(sorted_ids, middle, axis=1, mode="promise_in_bounds")
+        position_there = jnp.take_along_axis(order, middle, axis=1, mode="promise_in_bounds")
         below = (id_there < ids) | ((id_there == ids) & (position_there < positions))
         is_open = low < high
         return jnp.where(is_open & below, middle + 1, low), jnp.where(is_open & ~below, middle, high)
