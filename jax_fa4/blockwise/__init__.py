@@ -7,12 +7,12 @@ device where not; the loops over them are the same.
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jax_fa4.blockwise import backward as _backward
 from jax_fa4.blockwise import forward as _forward
 from jax_fa4.blockwise.tiling import Tiling, choose_tiling, geometry, tile_table
+from jax_fa4.dispatch import Target
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 
 Array = Any
@@ -25,17 +25,12 @@ class Blockwise:
 
     name = "blockwise"
 
-    def why_not(self, problem: AttentionProblem, target: Any) -> str | None:
+    def why_not(self, problem: AttentionProblem, target: Target) -> str | None:
         """None: it takes every problem on every device."""
         return None
 
     def forward(self, problem: AttentionProblem, operands: AttentionOperands) -> tuple[Array, Array]:
         """Output (B, T, N, Dv) in the problem's dtype; log-sum-exp (B, T, N), float32 (float64 for float64)."""
-        if problem.is_empty:
-            rows = (problem.batch, problem.query_length, problem.query_heads)
-            out = jnp.zeros((*rows, problem.value_dim), problem.dtype)
-            sinks = -jnp.inf if operands.sinks is None else operands.sinks
-            return out, jnp.broadcast_to(jnp.asarray(sinks, problem.accumulation_dtype), rows)
         return _forward.forward(problem, operands)
 
     def backward(
@@ -47,17 +42,10 @@ class Blockwise:
         grad_out: Array,
         grad_lse: Array,
     ) -> AttentionOperands:
-        """Cotangents of query, key, value, bias, sinks and scale in their shapes and dtypes; None where none is due."""
-        if not problem.is_empty:
-            return _backward.backward(problem, operands, out, lse, grad_out, grad_lse)
-        differentiable = ("query", "key", "value", "bias", "sinks", "scale")
-        arrays = {name: getattr(operands, name) for name in differentiable}
-        grads = {name: jnp.zeros_like(array) for name, array in arrays.items() if array is not None}
-        if operands.sinks is not None:
-            grads["sinks"] = _backward.sinks_gradient(operands.sinks, lse, -grad_lse)
-        return AttentionOperands(**grads)
+        """Cotangents of query, key, value, bias and scale in their shapes and dtypes; None where none is due."""
+        return _backward.backward(problem, operands, out, lse, grad_out, grad_lse)
 
-    def describe(self, problem: AttentionProblem, target: Any) -> list[tuple[str, str]]:
+    def describe(self, problem: AttentionProblem, target: Target) -> list[tuple[str, str]]:
         """What a call gets: tile sizes, tiles visited, and the bytes of its working set."""
         if problem.is_empty:
             return [("tiles", "none: the call is empty")]

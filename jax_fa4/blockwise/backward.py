@@ -122,7 +122,7 @@ def backward(
       grad_lse: (B, T, N), zeros where the log-sum-exp is not used.
 
     Returns:
-      Cotangents of query, key, value, bias, sinks and scale in their shapes and dtypes; None elsewhere.
+      Cotangents of query, key, value, bias and scale in their shapes and dtypes; None elsewhere.
     """
     shape = geometry(problem, operands)
     tiling, dtype = shape.tiling, jnp.dtype(problem.accumulation_dtype)
@@ -160,12 +160,5 @@ def backward(
         key=tiling.from_tiles(grad_key, tiling.key_tile, problem.key_length),
         value=tiling.from_tiles(grad_value, tiling.key_tile, problem.key_length),
         bias=None if sums.bias is None else sums.bias.astype(operands.bias.dtype),
-        sinks=None if operands.sinks is None else sinks_gradient(operands.sinks, lse, delta),
         scale=None if sums.scale is None else sums.scale.astype(operands.scale.dtype),
     )
-
-
-def sinks_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
-    """(N,): a sink is a key of value 0 in each of its rows, so its score's gradient is p * (0 - delta)."""
-    probs = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - finite_or_zero(lse)))
-    return -(probs * delta).sum(axis=(0, 1)).astype(sinks.dtype)

@@ -177,9 +177,9 @@ def choose_tiling(problem: AttentionProblem, mask_rows: int) -> Tiling:
     query_tile, key_tile = _even_tile(problem.query_length), _even_tile(problem.key_length)
     bytes_per_head = 4 * problem.group_size * query_tile * key_tile
     heads = _largest_divisor(problem.kv_heads, GROUP_BYTES // bytes_per_head)
-    is_one_tile = query_tile == problem.query_length and key_tile == problem.key_length
+    never_tile = query_tile == problem.query_length and key_tile == problem.key_length
     rows = 1
-    if heads == problem.kv_heads and (mask_rows == 1 or is_one_tile):
+    if heads == problem.kv_heads and (mask_rows == 1 or never_tile):
         rows = _largest_divisor(problem.batch, GROUP_BYTES // (bytes_per_head * heads))
     return Tiling(
         batch=problem.batch,
@@ -339,13 +339,12 @@ def batched(lhs: Array, rhs: Array, rhs_contracts: int) -> Array:
 
 
 def varying_zeros(shape: tuple[int, ...], dtype: Any, operands: AttentionOperands) -> jax.Array:
-    """Zeros that vary over the same mesh axes as the operands, as the carry of a loop inside `shard_map` must."""
-    zeros = jnp.zeros(shape, dtype)
-    axes: frozenset[Any] = frozenset()
+    """Zeros that vary over the same mesh axes as the operands, as the carry of a loop inside `shard_map` must.
+
+    The axes come along with one element of each operand, whose value is dropped; XLA folds that away. What JAX calls the
+    axes of an array differs between its versions.
+    """
+    never = jnp.zeros((), bool)
     for leaf in jax.tree.leaves(operands):
-        axes |= getattr(jax.typeof(leaf), "vma", frozenset())
-    if not axes:
-        return zeros
-    if hasattr(lax, "pcast"):
-        return lax.pcast(zeros, tuple(axes), to="varying")
-    return getattr(lax, "pvary")(zeros, tuple(axes))  # noqa: B009 - its name before JAX 0.9; newer stubs lack it
+        never |= (lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim) != 0).any() & False
+    return jnp.where(never, jnp.ones((), dtype), jnp.zeros(shape, dtype))
