@@ -341,8 +341,8 @@ def batched(lhs: Array, rhs: Array, rhs_contracts: int) -> Array:
 def varying_zeros(shape: tuple[int, ...], dtype: Any, operands: AttentionOperands) -> jax.Array:
     """Zeros that vary over the same mesh axes as the operands, as the carry of a loop inside `shard_map` must.
 
-    The axes come along with one element of each operand, whose value is dropped; XLA folds that away. What JAX calls the
-    axes of an array differs between its versions.
+    The axes come along with one element of each operand, whose value is dropped; XLA folds that away. What JAX calls
+    the axes of an array differs between its versions.
     """
     never = jnp.zeros((), bool)
     for leaf in jax.tree.leaves(operands):
