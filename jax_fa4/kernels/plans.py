@@ -13,7 +13,9 @@ VECTOR_BYTES = 16  # the widest load and store of a thread
 PREPROCESS_WARPS = 8
 
 
-def preprocess_plan(architecture: str, dtype: str, value_dim: int, accumulator_width: int) -> KernelPlan:
+def preprocess_plan(
+    architecture: str, dtype: str, value_dim: int, accumulator_width: int, rows_per_thread: int | None = None
+) -> KernelPlan:
     """The backward's preprocess for rows of `value_dim` elements, zeroing `accumulator_width` float32 per row (0:
     none).
 
@@ -35,7 +37,7 @@ def preprocess_plan(architecture: str, dtype: str, value_dim: int, accumulator_w
     loads = -(-vectors // lanes)
     # Rows per thread: at least 4 loads of 16 bytes in flight for each thread, 128 KiB for an SM of 2048 threads, well
     # over the bandwidth-latency product of HBM3e per SM (4.8 TB/s * 0.7 us / 132 = 25 KiB).
-    rows_per_thread = max(1, 2 // loads)
+    rows_per_thread = rows_per_thread or max(1, 2 // loads)
     rows = PREPROCESS_WARPS * 32 // lanes * rows_per_thread
     return KernelPlan(
         kernel="preprocess",
