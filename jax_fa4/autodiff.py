@@ -28,14 +28,10 @@ FLOATING = ("query", "key", "value", "bias", "sinks", "scale")  # operands that 
 Pair = tuple[jax.Array, jax.Array]  # the output (B, T, N, Dv) and the log-sum-exp (B, T, N), or their cotangents
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def attend(
     implementation: Implementation, problem: AttentionProblem, target: Target, operands: AttentionOperands
 ) -> Pair:
     """The output (B, T, N, Dv) and the log-sum-exp (B, T, N) of an implementation, differentiable.
-
-    Traced once for a problem, also where the caller does not use jit. The target is a part of the key because a forward
-    pass may depend on it.
 
     Raises:
       TypeError: under forward-mode or second derivatives of an implementation with its own backward pass.
@@ -43,7 +39,18 @@ def attend(
     if isinstance(implementation, DifferentiableOnce):
         floats = {name: getattr(operands, name) for name in FLOATING if getattr(operands, name) is not None}
         floats = dict(zip(floats, reverse_only(implementation.name, *floats.values()), strict=True))
-        return _attention(implementation, problem, target, operands._replace(**floats))
+        operands = operands._replace(**floats)
+    return _attend(implementation, problem, target, operands)
+
+
+# Traced once for a problem, also where the caller does not use jit. The target is a part of the key because a forward
+# pass may depend on it.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attend(
+    implementation: Implementation, problem: AttentionProblem, target: Target, operands: AttentionOperands
+) -> Pair:
+    if isinstance(implementation, DifferentiableOnce):
+        return _attention(implementation, problem, target, operands)
     with dispatch.target(target):
         return implementation.forward(problem, operands)
 
@@ -126,7 +133,7 @@ def _forward(
         else:
             folded = _fold_operands(operands, mapped, problem.batch, copies, keep_shared=True)
             out, lse = _forward(implementation, problem.with_copies(copies), target, folded)
-            out, lse = (_unfold(x, copies) for x in (out, lse))
+            out, lse = (_unfold(x, copies, problem.batch) for x in (out, lse))
         return (out, lse), (True, True)
 
     return call(operands)
@@ -167,7 +174,7 @@ def _backward(
                 lambda x, is_one_mapped: _fold(x, is_one_mapped, copies), (results, grads), tuple(is_mapped[1:])
             )
             cotangents = _backward(implementation, problem.with_copies(copies), target, folded, results, grads)
-            cotangents = jax.tree.map(lambda x: _unfold(x, copies), cotangents)
+            cotangents = jax.tree.map(lambda x: _unfold(x, copies, problem.batch), cotangents)
             if operands.bias is not None and operands.bias.shape[1 if is_mapped[0].bias else 0] == 1:
                 cotangents = cotangents._replace(bias=jnp.sum(cotangents.bias, axis=1, keepdims=True))
         return cotangents, jax.tree.map(lambda _: True, cotangents)
@@ -187,9 +194,9 @@ def _fold(x: jax.Array, is_mapped: bool, copies: int) -> jax.Array:
     return x.reshape(copies * x.shape[1], *x.shape[2:])
 
 
-def _unfold(x: jax.Array, copies: int) -> jax.Array:
+def _unfold(x: jax.Array, copies: int, batch: int) -> jax.Array:
     """(copies * B, ...) as (copies, B, ...)."""
-    return x.reshape(copies, x.shape[0] // copies if copies else 0, *x.shape[1:])
+    return x.reshape(copies, batch, *x.shape[1:])
 
 
 def _fold_operands(
