@@ -1,1 +1,153 @@
-"""The Python door to the emulated GPU."""
+"""The Python door to the emulated GPU.
+
+The emulator is a shared library with the names of the CUDA driver API (`libjax_fa4_emulator.so`), found beside the
+package. It runs PTX on the CPU: what our own kernels, or others', do on a Hopper or Blackwell GPU, with its checks.
+Nothing is loaded before the first call. `docs/emulator.md` says what it models and what that was compared with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "add_memory",
+    "driver",
+    "last_report",
+    "library_path",
+    "register_ptx",
+    "remove_memory",
+    "set_options",
+    "statistics",
+]
+
+_COMPLETIONS = ("random", "eager", "lazy")
+_ARCHITECTURES = {"9.0": 90, "10.0": 100, "10.3": 103}
+
+
+def library_path() -> Path:
+    """Where the shared library lies: beside the package.
+
+    Raises FileNotFoundError, with the remedy, if it was not built.
+    """
+    path = Path(__file__).resolve().parent.parent / "libjax_fa4_emulator.so"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"the emulator's library is not at {path}. Install the package, or build it in place with "
+            "`cmake -S . -B build/dev -G Ninja && cmake --build build/dev`."
+        )
+    return path
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """The loaded library; its functions are those of the CUDA driver API and the emulator's own."""
+    library = ctypes.CDLL(str(library_path()))
+    library.jax_fa4_emulator_set_option.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    library.jax_fa4_emulator_register_ptx.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p]
+    for name in ("last_error", "take_statistics"):
+        function = getattr(library, f"jax_fa4_emulator_{name}")
+        function.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        function.restype = ctypes.c_size_t
+    library.jax_fa4_emulator_add_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.jax_fa4_emulator_add_memory.restype = None
+    library.jax_fa4_emulator_remove_memory.argtypes = [ctypes.c_void_p]
+    library.jax_fa4_emulator_remove_memory.restype = None
+    return library
+
+
+def _text(name: str) -> str:
+    function = getattr(driver(), f"jax_fa4_emulator_{name}")
+    size = function(None, 0) + 1
+    buffer = ctypes.create_string_buffer(size)
+    function(buffer, size)
+    return buffer.value.decode(errors="replace")
+
+
+def _set(name: str, value: int) -> None:
+    if driver().jax_fa4_emulator_set_option(name.encode(), value) != 0:
+        raise ValueError(last_report())
+
+
+def set_options(
+    *,
+    seed: int | None = None,
+    arch: str | None = None,
+    sm_count: int | None = None,
+    threads: int | None = None,
+    completion: str | None = None,
+    check_races: bool | None = None,
+    check_uninitialized: bool | None = None,
+    stuck_after: int | None = None,
+) -> None:
+    """Sets what is given for the launches that follow, of the whole process.
+
+    Args:
+      seed: of every random choice: the order of warps and CTAs and the moments at which asynchronous work completes.
+      arch: compute capability: "9.0", "10.0" or "10.3". Modules for another one are refused when they are loaded.
+      sm_count: multiprocessors that the device claims, 1 to 1024.
+      threads: host threads that run CTAs; 0 takes as many as the host has. With more than one, kernels whose CTAs add
+        to the same place in floating point may give other last bits from run to run.
+      completion: when asynchronous work completes: "random" (after a heavy-tailed delay), "eager" (at once) or "lazy"
+        (only when no warp can run).
+      check_races: report accesses of shared and tensor memory that nothing orders.
+      check_uninitialized: report reads of global memory that nobody wrote.
+      stuck_after: warp instructions without any change of memory or barriers after which a launch is given up, at
+        least 1000.
+
+    Raises:
+      ValueError: a value is not accepted; the text names it.
+    """
+    if arch is not None and arch not in _ARCHITECTURES:
+        raise ValueError(f"arch is {arch!r}; the emulator knows {', '.join(_ARCHITECTURES)}.")
+    if completion is not None and completion not in _COMPLETIONS:
+        raise ValueError(f"completion is {completion!r}; accepted are {', '.join(_COMPLETIONS)}.")
+    given: dict[str, int | None] = {
+        "seed": seed,
+        "architecture": None if arch is None else _ARCHITECTURES[arch],
+        "sm_count": sm_count,
+        "threads": threads,
+        "completion": None if completion is None else _COMPLETIONS.index(completion),
+        "check_races": check_races,
+        "check_uninitialized": check_uninitialized,
+        "stuck_after": stuck_after,
+    }
+    for name, value in given.items():
+        if value is not None:
+            _set(name, int(value))
+
+
+def statistics() -> list[dict[str, Any]]:
+    """What was counted in each launch since the last call, oldest first.
+
+    A dict has `kernel`, `grid`, `block`, `cluster`, `warp_instructions`, `asynchronous_events`, `seconds` (of the
+    host), `multiply_adds` (of the tensor cores), `bank_conflicts` (extra shared-memory cycles), `bytes` (by path) and
+    `regions`: for each warp of a CTA (summed over CTAs) and each innermost loop, its `lines` in the PTX (None: outside
+    of loops), the `instructions` of each class, and `waits`: how often its lanes found that they had to wait.
+    """
+    loaded: list[dict[str, Any]] = json.loads(_text("take_statistics"))
+    return loaded
+
+
+def last_report() -> str:
+    """The sentence of the last driver call that failed, with the PTX line, CTA and warp where there is one."""
+    return _text("last_error")
+
+
+def register_ptx(cubin: bytes, ptx: str) -> None:
+    """Says which PTX text stands for a cubin: modules loaded from these bytes run that text."""
+    if driver().jax_fa4_emulator_register_ptx(cubin, len(cubin), ptx.encode()) != 0:
+        raise ValueError(last_report())
+
+
+def add_memory(address: int, size: int) -> None:
+    """Lets kernels touch `size` bytes of host memory at `address`, until `remove_memory(address)`."""
+    driver().jax_fa4_emulator_add_memory(address, size)
+
+
+def remove_memory(address: int) -> None:
+    """Ends what `add_memory(address, ...)` allowed."""
+    driver().jax_fa4_emulator_remove_memory(address)

@@ -1,0 +1,117 @@
+// A CTA and its cluster: shared memory, barriers, tensor memory, warps.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "options.h"
+#include "shared_memory.h"
+#include "tensor_memory.h"
+#include "warp.h"
+
+namespace jax_fa4::emulator {
+
+class Cluster;
+class Scheduler;
+class Grid;
+
+struct Dim3 {
+  uint32_t x = 1, y = 1, z = 1;
+  uint64_t product() const { return uint64_t{x} * y * z; }
+};
+
+// An mbarrier object. A phase ends when neither arrivals nor bytes are pending.
+struct MemoryBarrier {
+  uint32_t expected = 0;      // arrivals a phase
+  int64_t pending = 0;        // arrivals left
+  int64_t bytes = 0;          // transaction count left; negative if bytes came before they were expected
+  uint64_t phase = 0;         // phases completed
+  Knowledge arrived;          // what those who arrived in this phase knew
+  Knowledge completed;        // of the phases that ended
+  std::string last_arrival;   // for reports
+  Agent channel = 0;          // of asynchronous work that completes here; 0: none yet
+};
+
+// bar.sync and friends: ids 0..15.
+struct NamedBarrier {
+  uint32_t expected = 0;      // threads; 0: idle
+  uint32_t arrived = 0;
+  uint64_t generation = 0;
+  Knowledge knowledge;        // of this generation
+  Knowledge completed;        // of the last
+  uint32_t reduction = 0;     // bar.red, of this generation
+  uint32_t result = 0;        // of the last
+  uint32_t line = 0;          // of the first arrival
+};
+
+class Cta {
+ public:
+  Cta(Cluster& cluster, uint32_t rank, Dim3 index);
+
+  Cluster& cluster;
+  const uint32_t rank;   // in the cluster
+  const Dim3 index;      // ctaid
+  SharedMemory shared;
+  std::unique_ptr<TensorMemory> tensor;  // from 10.0 on
+  std::map<uint32_t, MemoryBarrier> mbarriers;  // by offset
+  NamedBarrier barriers[16];
+  std::vector<std::unique_ptr<Warp>> warps;
+  int warps_left = 0;
+  int free_registers = 0;  // of the SM, beyond what the warps hold (setmaxnreg)
+
+  Grid& grid() const;
+  Scheduler& scheduler() const;
+  void wake(const Wait& wait);
+
+  // The barrier at a shared offset. Throws Fault if there is none.
+  MemoryBarrier& mbarrier(uint32_t offset);
+  // Arrivals and bytes come off; ends the phase if due. `knows`: what the arriving agent knew.
+  void arrive(uint32_t offset, int64_t arrivals, int64_t bytes, const Knowledge& knows, const std::string& who);
+  void expect_bytes(uint32_t offset, int64_t bytes);
+
+  // Records an access of shared memory and reports a conflict.
+  void read_shared(uint32_t offset, uint32_t bytes, const Actor& actor, const char* what);
+  void write_shared(uint32_t offset, uint32_t bytes, const Actor& actor, const char* what);
+  // An atomic operation: it races with nothing atomic, but must find something written.
+  void atomic_shared(uint32_t offset, uint32_t bytes, const Actor& actor);
+};
+
+class Cluster {
+ public:
+  Cluster(Grid& grid, Scheduler& scheduler, uint64_t number);
+
+  Grid& grid;
+  Scheduler& scheduler;
+  const uint64_t number;
+  std::vector<std::unique_ptr<Cta>> ctas;
+  int pending_events = 0;
+  int ctas_left = 0;
+
+  // barrier.cluster: warps that arrived in the current phase.
+  uint32_t barrier_arrived = 0;
+  uint32_t barrier_phase = 0;
+  Knowledge barrier_knowledge, barrier_completed;
+  uint32_t warps_total = 0;
+  uint32_t warps_exited = 0;
+  void check_barrier();
+
+  Agent new_agent(std::string name);
+  const std::string& agent_name(Agent agent) const { return agent_names_[agent]; }
+  // The next time of an agent that is no warp.
+  uint32_t tick(Agent agent) { return ++agent_times_[agent]; }
+  // What was known at flags in global or shared memory that this cluster's warps synchronise through.
+  std::unordered_map<uint64_t, Knowledge> flags;
+  bool finished() const { return ctas_left == 0 && pending_events == 0; }
+  void wake(const Wait& wait);
+
+ private:
+  std::vector<std::string> agent_names_;
+  std::vector<uint32_t> agent_times_;
+};
+
+}  // namespace jax_fa4::emulator

@@ -1,0 +1,343 @@
+// Loads, stores, atomics, address conversions, ldmatrix and stmatrix. Source: PTX ISA, "Data Movement and Conversion
+// Instructions", "Parallel Synchronization and Communication Instructions: atom, red, fence".
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "../units/tmem.h"
+#include "access.h"
+#include "grid.h"
+#include "handlers.h"
+#include "lane_functions.h"
+#include "report.h"
+#include "scheduler.h"
+
+namespace jax_fa4::emulator {
+namespace {
+
+// Shared-memory cycles beyond one for each 128 bytes: the most words that a bank must give in one pass of 128 bytes.
+uint64_t extra_cycles(const uint32_t* offsets, uint32_t lanes, uint32_t bytes) {
+  const int lanes_a_pass = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
+  uint64_t extra = 0;
+  for (int first = 0; first < kLanes; first += lanes_a_pass) {
+    uint32_t words[128];
+    int count = 0, used[32] = {}, most = 0;
+    for (int lane = first; lane < first + lanes_a_pass; lane++) {
+      if (((lanes >> lane) & 1) == 0) continue;
+      for (uint32_t word = offsets[lane] / 4; word * 4 < offsets[lane] + bytes; word++) {
+        if (std::find(words, words + count, word) != words + count || count == 128) continue;
+        words[count++] = word;
+        most = std::max(most, ++used[word % 32]);
+      }
+    }
+    extra += static_cast<uint64_t>(std::max(most, 1) - 1);
+  }
+  return extra;
+}
+
+void count_shared(Warp& warp, const uint32_t* offsets, uint32_t lanes, uint32_t bytes, bool writes) {
+  Statistics& counts = warp.cta.scheduler().counts;
+  (writes ? counts.shared_written : counts.shared_read) += static_cast<uint64_t>(std::popcount(lanes)) * bytes;
+  counts.bank_conflicts += extra_cycles(offsets, lanes, bytes);
+}
+
+bool synchronizes(const Instruction& i) { return i.order != MemoryOrder::weak; }
+
+uint64_t element_of(const uint8_t* data, uint32_t bytes) {
+  uint64_t value = 0;
+  std::memcpy(&value, data, bytes);
+  return value;
+}
+
+}  // namespace
+
+EMULATOR_HANDLER(execute_load) {
+  const uint32_t element = static_cast<uint32_t>(type_bits(i.type)) / 8, bytes = element * i.vector;
+  const Actor actor = actor_of(warp);
+  alignas(16) uint8_t data[kLanes][32];
+  uint32_t offsets[kLanes] = {}, shared_lanes = 0;
+  for (int lane = 0; lane < kLanes; lane++) {
+    if (((lanes >> lane) & 1) == 0) continue;
+    const uint64_t address = warp.address(i, lane);
+    if (synchronizes(i)) acquire_flag(warp, address);
+    const Place place = resolve(warp, i.space, address, bytes, bytes, lane, false);
+    if (place.owner != nullptr) {
+      place.owner->read_shared(place.offset, bytes, actor, "a load");
+      offsets[lane] = place.offset;
+      shared_lanes |= 1u << lane;
+    }
+    std::memcpy(data[lane], place.data, bytes);
+  }
+  if (shared_lanes != 0) count_shared(warp, offsets, shared_lanes, bytes, false);
+  if (synchronizes(i)) warp.yield = true;  // the kernel may be polling
+  const Slot* list = warp.list(i);
+  const bool extend = i.type == Type::s8 || i.type == Type::s16;
+  for (uint32_t at = 0; at < i.list_count; at++) {
+    for (uint32_t plane = 0; plane < std::max(1u, element / 4); plane++) {
+      uint32_t* to = warp.destination(list[at] + static_cast<Slot>(plane));
+      for (int lane = 0; lane < kLanes; lane++) {
+        if (((lanes >> lane) & 1) == 0) continue;
+        uint32_t value = static_cast<uint32_t>(element_of(data[lane] + at * element + plane * 4, std::min(element, 4u)));
+        if (extend) value = static_cast<uint32_t>(i.type == Type::s8 ? int32_t{static_cast<int8_t>(value)} : int32_t{static_cast<int16_t>(value)});
+        if (extend && i.flags == 0) value &= 0xffff;  // a 16-bit register
+        to[lane] = value;
+      }
+    }
+  }
+  return Flow::next;
+}
+
+// Parameters are the same for all lanes; offset counts from the start of the block.
+EMULATOR_HANDLER(execute_load_param) {
+  const uint32_t element = static_cast<uint32_t>(type_bits(i.type)) / 8;
+  const Slot* list = warp.list(i);
+  const uint8_t* from = warp.cta.grid().params + i.offset;
+  for (uint32_t at = 0; at < i.list_count; at++, from += element) {
+    uint32_t value[4 * kLanes];
+    for (uint32_t plane = 0; plane < std::max(1u, element / 4); plane++) {
+      uint32_t word = static_cast<uint32_t>(element_of(from + plane * 4, std::min(element, 4u)));
+      if (i.type == Type::s8) word = static_cast<uint32_t>(int32_t{static_cast<int8_t>(word)}) & (i.flags == 0 ? 0xffffu : 0xffffffffu);
+      if (i.type == Type::s16) word = static_cast<uint32_t>(int32_t{static_cast<int16_t>(word)}) & (i.flags == 0 ? 0xffffu : 0xffffffffu);
+      std::fill(value + plane * kLanes, value + (plane + 1) * kLanes, word);
+    }
+    warp.write(list[at], value, static_cast<int>(std::max(1u, element / 4)), lanes);
+  }
+  return Flow::next;
+}
+
+EMULATOR_HANDLER(execute_store) {
+  const uint32_t element = static_cast<uint32_t>(type_bits(i.type)) / 8, bytes = element * i.vector;
+  const Slot* list = warp.list(i);
+  const Actor actor = actor_of(warp);
+  const uint32_t* planes[8];
+  uint32_t count = 0;
+  const uint32_t per_element = std::max(1u, element / 4);
+  for (uint32_t at = 0; at < i.list_count; at++)
+    for (uint32_t plane = 0; plane < per_element; plane++) planes[count++] = warp.source(list[at]) + plane * kLanes;
+  uint32_t offsets[kLanes] = {}, shared_lanes = 0;
+  for (int lane = 0; lane < kLanes; lane++) {
+    if (((lanes >> lane) & 1) == 0) continue;
+    const uint64_t address = warp.address(i, lane);
+    const Place place = resolve(warp, i.space, address, bytes, bytes, lane, true);
+    if (place.owner != nullptr) {
+      place.owner->write_shared(place.offset, bytes, actor, "a store");
+      offsets[lane] = place.offset;
+      shared_lanes |= 1u << lane;
+    }
+    uint8_t* to = place.data;
+    for (uint32_t at = 0; at < count; at++, to += std::min(element, 4u)) std::memcpy(to, &planes[at][lane], std::min(element, 4u));
+    if (synchronizes(i)) release_flag(warp, address);
+  }
+  if (shared_lanes != 0) count_shared(warp, offsets, shared_lanes, bytes, true);
+  warp.cta.scheduler().progress();
+  return Flow::next;
+}
+
+// -------------------------------------------------------------------------------------------------------------- atomics
+
+namespace {
+
+template <class T>
+T integer_atomic(int operation, T old, T value, T third) {
+  using S = std::make_signed_t<T>;
+  switch (operation) {
+    case 0: return static_cast<T>(old + value);
+    case 1: return std::min(old, value);
+    case 2: return std::max(old, value);
+    case 3: return static_cast<T>(std::min(static_cast<S>(old), static_cast<S>(value)));
+    case 4: return static_cast<T>(std::max(static_cast<S>(old), static_cast<S>(value)));
+    case 5: return old & value;
+    case 6: return old | value;
+    case 7: return old ^ value;
+    case 8: return old >= value ? 0 : old + 1;                       // inc
+    case 9: return old == 0 || old > value ? value : old - 1;        // dec
+    case 10: return value;                                            // exch
+    default: return old == value ? third : old;                       // cas
+  }
+}
+
+uint64_t float_atomic(const Instruction& i, uint64_t old, uint64_t value) {
+  const uint32_t a = static_cast<uint32_t>(old), b = static_cast<uint32_t>(value);
+  const bool packed_pair = i.type == Type::f16x2 || i.type == Type::bf16x2;
+  const Format half = i.type == Type::f16 || i.type == Type::f16x2 ? Format::f16 : Format::bf16;
+  const auto one = [&](uint32_t x, uint32_t y) -> uint32_t {
+    if (i.mode == 0) return add_half(x, y, {half});
+    return i.mode == 1 ? min_half(x, y, half) : max_half(x, y, half);
+  };
+  switch (i.type) {
+    case Type::f64: return std::bit_cast<uint64_t>(std::bit_cast<double>(old) + std::bit_cast<double>(value));
+    case Type::f32: return i.mode == 0 ? add_f32(a, b) : i.mode == 1 ? min_f32(a, b) : max_f32(a, b);
+    default: return packed_pair ? packed(one, a, b) : one(a & 0xffff, b & 0xffff);
+  }
+}
+
+uint64_t atomic_result(const Instruction& i, uint64_t old, uint64_t value, uint64_t third) {
+  if (is_float(i.type) && i.mode < 10) return float_atomic(i, old, value);
+  int operation = i.mode;
+  if ((operation == 1 || operation == 2) && is_signed(i.type)) operation += 2;
+  switch (type_bits(i.type)) {
+    case 16: return integer_atomic<uint16_t>(operation, static_cast<uint16_t>(old), static_cast<uint16_t>(value), static_cast<uint16_t>(third));
+    case 64: return integer_atomic<uint64_t>(operation, old, value, third);
+    default: return integer_atomic<uint32_t>(operation, static_cast<uint32_t>(old), static_cast<uint32_t>(value), static_cast<uint32_t>(third));
+  }
+}
+
+}  // namespace
+
+// atom and red: flags 1: there is a destination. Vector forms have list_count sources (and as many destinations behind them).
+EMULATOR_HANDLER(execute_atomic) {
+  const uint32_t bytes = static_cast<uint32_t>(type_bits(i.type)) / 8;
+  const bool is_wide = bytes == 8;
+  const Slot* list = warp.list(i);
+  const uint32_t count = i.vector;
+  const Actor actor = actor_of(warp);
+  uint32_t results[8][2 * kLanes] = {};
+  bool changed = false;
+  std::lock_guard lock(warp.cta.grid().atomics);
+  for (int lane = 0; lane < kLanes; lane++) {
+    if (((lanes >> lane) & 1) == 0) continue;
+    const uint64_t address = warp.address(i, lane);
+    acquire_flag(warp, address);
+    const Place place = resolve(warp, i.space, address, bytes * count, bytes * count, lane, true);
+    if (place.owner != nullptr) place.owner->atomic_shared(place.offset, bytes * count, actor);
+    for (uint32_t at = 0; at < count; at++) {
+      const uint64_t old = element_of(place.data + at * bytes, bytes);
+      const uint64_t value = is_wide ? warp.wide_source(list[at], lane) : warp.source(list[at])[lane];
+      const uint64_t third = i.mode != 11 ? 0 : is_wide ? warp.wide_source(i.c, lane) : warp.source(i.c)[lane];
+      const uint64_t fresh = atomic_result(i, old, value, third);
+      changed = changed || fresh != old;
+      std::memcpy(place.data + at * bytes, &fresh, bytes);
+      results[at][lane] = static_cast<uint32_t>(old);
+      results[at][lane + kLanes] = static_cast<uint32_t>(old >> 32);
+    }
+    release_flag(warp, address);
+  }
+  if (i.flags & 1)
+    for (uint32_t at = 0; at < count; at++) warp.write(list[count + at], results[at], is_wide ? 2 : 1, lanes);
+  if (changed) warp.cta.scheduler().progress();
+  warp.yield = true;
+  return Flow::next;
+}
+
+// -------------------------------------------------------------------------------------------------- addresses and fences
+
+// cvta: mode 0 to generic, 1 from generic. Global, const and param addresses are generic already.
+EMULATOR_HANDLER(execute_convert_address) {
+  uint32_t result[2 * kLanes];
+  const uint64_t window = i.space == Space::shared || i.space == Space::shared_cluster ? kSharedWindow : i.space == Space::local ? kLocalWindow : 0;
+  for (int lane = 0; lane < kLanes; lane++) {
+    uint64_t value = warp.wide_source(i.a, lane);
+    if (window != 0 && i.mode == 0) value = (value & 0xffffffffu) + window;
+    if (window != 0 && i.mode == 1) value = value & 0xffffffffu;
+    result[lane] = static_cast<uint32_t>(value);
+    result[lane + kLanes] = static_cast<uint32_t>(value >> 32);
+  }
+  warp.write(i.d, result, 2, lanes);
+  return Flow::next;
+}
+
+EMULATOR_HANDLER(execute_is_space) {
+  uint32_t result = 0;
+  for (int lane = 0; lane < kLanes; lane++) {
+    const uint64_t value = warp.wide_source(i.a, lane);
+    const bool shared = value >= kSharedWindow && value < kSharedWindow + (uint64_t{1} << 32);
+    const bool local = value >= kLocalWindow && value < kLocalWindow + (uint64_t{1} << 32);
+    const bool own = shared && ((value - kSharedWindow) >> kRankShift) == warp.cta.rank;
+    const bool holds = i.space == Space::shared ? own : i.space == Space::shared_cluster ? shared : i.space == Space::local ? local : !shared && !local;
+    result |= static_cast<uint32_t>(holds) << lane;
+  }
+  warp.write_predicate(i.p, result, lanes);
+  return Flow::next;
+}
+
+// mapa: the same offset in the CTA of rank b.
+EMULATOR_HANDLER(execute_map_address) {
+  uint32_t result[2 * kLanes];
+  for (int lane = 0; lane < kLanes; lane++) {
+    const uint64_t value = i.out_slots == 2 ? warp.wide_source(i.a, lane) : warp.source(i.a)[lane];
+    const uint64_t rank = warp.source(i.b)[lane];
+    if (((lanes >> lane) & 1) != 0 && rank >= warp.cta.cluster.ctas.size())
+      throw Fault(Status::launch_failed, "mapa names CTA rank " + std::to_string(rank) + " of a cluster of " + std::to_string(warp.cta.cluster.ctas.size()));
+    const uint64_t mapped = ((value + static_cast<uint64_t>(i.offset)) & ~(uint64_t{0xff} << kRankShift)) | rank << kRankShift;
+    result[lane] = static_cast<uint32_t>(mapped);
+    result[lane + kLanes] = static_cast<uint32_t>(mapped >> 32);
+  }
+  warp.write(i.d, result, i.out_slots, lanes);
+  return Flow::next;
+}
+
+EMULATOR_HANDLER(execute_cta_rank) {
+  uint32_t result[kLanes];
+  for (int lane = 0; lane < kLanes; lane++) result[lane] = (warp.source(i.a)[lane] >> kRankShift) & 0xff;
+  warp.write(i.d, result, 1, lanes);
+  return Flow::next;
+}
+
+// mode 1: fence.proxy.async: what this warp knows becomes visible to the asynchronous proxy.
+EMULATOR_HANDLER(execute_fence) {
+  if (i.mode == 1) {
+    warp.knows.happened.raise(warp.agent, warp.time);
+    warp.knows.fenced.join(warp.knows.happened);
+    warp.time++;
+  }
+  return Flow::next;
+}
+
+// ------------------------------------------------------------------------------------------------------------ matrices
+
+namespace {
+
+// The 16-byte rows of `matrices` 8x8 matrices: row r of matrix m is at the address that lane 8 m + r gives.
+SharedPlace row_place(Warp& warp, const Instruction& i, int lane) {
+  const uint64_t address = warp.address(i, lane);
+  if (address % 16 != 0) throw Fault(Status::misaligned_address, "a matrix row at " + hex(address) + " in lane " + std::to_string(lane) + " is not aligned to 16 bytes");
+  return resolve_shared(warp, address, 16, "a matrix row");
+}
+
+}  // namespace
+
+// mode: matrices; flags 1: transposed.
+EMULATOR_HANDLER(execute_load_matrix) {
+  if (!warp.converged(0xffffffffu, lanes)) return warp.block({Wait::Kind::reconvergence, 0xffffffffu});
+  const Slot* list = warp.list(i);
+  uint32_t results[4][kLanes];
+  uint32_t offsets[kLanes] = {};
+  for (int matrix = 0; matrix < i.mode; matrix++) {
+    uint16_t rows[8][8];
+    for (int row = 0; row < 8; row++) {
+      const SharedPlace place = row_place(warp, i, matrix * 8 + row);
+      place.cta->read_shared(place.offset, 16, actor_of(warp), "ldmatrix");
+      offsets[matrix * 8 + row] = place.offset;
+      std::memcpy(rows[row], place.cta->shared.data() + place.offset, 16);
+    }
+    load_matrix(rows, (i.flags & 1) != 0, results[matrix]);
+  }
+  for (int matrix = 0; matrix < i.mode; matrix++) warp.write(list[matrix], results[matrix], 1, lanes);
+  count_shared(warp, offsets, i.mode == 4 ? 0xffffffffu : (1u << (8 * i.mode)) - 1, 16, false);
+  return Flow::next;
+}
+
+// mode: matrices; flags 1: transposed, 2: 8-bit elements (m16n8.trans).
+EMULATOR_HANDLER(execute_store_matrix) {
+  if (!warp.converged(0xffffffffu, lanes)) return warp.block({Wait::Kind::reconvergence, 0xffffffffu});
+  const Slot* list = warp.list(i);
+  uint32_t offsets[kLanes] = {};
+  for (int matrix = 0; matrix < i.mode; matrix++) {
+    uint16_t rows[8][8];
+    uint8_t narrow[8][16];
+    if (i.flags & 2) store_matrix_b8(narrow, warp.source(list[matrix]));
+    else store_matrix(rows, (i.flags & 1) != 0, warp.source(list[matrix]));
+    for (int row = 0; row < 8; row++) {
+      const SharedPlace place = row_place(warp, i, matrix * 8 + row);
+      place.cta->write_shared(place.offset, 16, actor_of(warp), "stmatrix");
+      offsets[matrix * 8 + row] = place.offset;
+      if (i.flags & 2) std::memcpy(place.cta->shared.data() + place.offset, narrow[row], 16);
+      else std::memcpy(place.cta->shared.data() + place.offset, rows[row], 16);
+    }
+  }
+  count_shared(warp, offsets, i.mode == 4 ? 0xffffffffu : (1u << (8 * i.mode)) - 1, 16, true);
+  warp.cta.scheduler().progress();
+  return Flow::next;
+}
+
+}  // namespace jax_fa4::emulator

@@ -1,0 +1,62 @@
+// Shared memory of one CTA, with what is known of every 4-byte word: which bytes were ever written, who wrote last and
+// through which proxy, and who read since. Every access goes through here, so races show where they happen.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "clock.h"
+
+namespace jax_fa4::emulator {
+
+// Who accesses, and what that agent knows.
+struct Actor {
+  Stamp stamp;
+  const Knowledge* knows = nullptr;
+  bool asynchronous = false;  // TMA, bulk copies and tensor cores: the async proxy
+};
+
+// A conflict, in words for a report: "a write by ... is not ordered before". Empty if there is none.
+struct Conflict {
+  enum class Kind : uint8_t { none, uninitialized, read_after_write, write_after_read, write_after_write, proxy };
+  Kind kind = Kind::none;
+  uint32_t offset = 0;
+  Stamp other;
+};
+
+class SharedMemory {
+ public:
+  SharedMemory(uint32_t bytes, bool track);
+
+  uint32_t size() const { return size_; }
+  uint8_t* data() { return bytes_.data(); }
+  bool contains(uint32_t offset, uint32_t bytes) const { return offset <= size_ && bytes <= size_ - offset; }
+
+  // Records an access; the bytes must lie inside. The data themselves move by data().
+  Conflict read(uint32_t offset, uint32_t bytes, const Actor& actor);
+  Conflict write(uint32_t offset, uint32_t bytes, const Actor& actor);
+  void forget(uint32_t offset, uint32_t bytes);  // counts as never written
+
+ private:
+  struct Cell {
+    uint32_t write_time = 0;
+    uint32_t read_time = 0;
+    uint16_t write_agent = 0;
+    uint16_t read_agent = 0;
+    uint8_t written = 0;          // bits of bytes
+    uint8_t last_bytes = 0;       // bytes of the last write
+    bool asynchronous = false;    // last write
+    uint8_t shared_readers = 0;   // index + 1 into readers_ would not fit: 1 if more_readers_ has the cell
+  };
+  Conflict read_cell(uint32_t index, uint8_t mask, const Actor& actor);
+  Conflict write_cell(uint32_t index, uint8_t mask, const Actor& actor);
+
+  uint32_t size_;
+  bool track_;
+  std::vector<uint8_t> bytes_;
+  std::vector<Cell> cells_;
+  std::vector<std::vector<Stamp>> more_readers_;  // by cell, made when a second agent reads
+};
+
+}  // namespace jax_fa4::emulator

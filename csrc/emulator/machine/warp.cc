@@ -1,0 +1,231 @@
+// See warp.h.
+#include "warp.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "grid.h"
+#include "scheduler.h"
+
+namespace jax_fa4::emulator {
+namespace {
+
+// Registers start as a quiet NaN that is easy to recognise.
+constexpr uint32_t kPoison = 0x7fdeadbau;
+
+uint64_t preset_value(const Preset& preset, const Warp& warp, int lane) {
+  using K = Preset::Kind;
+  const Cta& cta = warp.cta;
+  const Grid& grid = cta.grid();
+  const Dim3 block = grid.shape.block, cluster = grid.shape.cluster, dims = grid.shape.grid;
+  const uint32_t thread = static_cast<uint32_t>(warp.index * kLanes + lane);
+  const Dim3 in_cluster{cta.index.x % cluster.x, cta.index.y % cluster.y, cta.index.z % cluster.z};
+  const uint32_t bit = 1u << lane;
+  const uint32_t window = cta.rank << kRankShift;
+  switch (preset.kind) {
+    case K::tid_x: return thread % block.x;
+    case K::tid_y: return thread / block.x % block.y;
+    case K::tid_z: return thread / block.x / block.y;
+    case K::ntid_x: return block.x;
+    case K::ntid_y: return block.y;
+    case K::ntid_z: return block.z;
+    case K::ctaid_x: return cta.index.x;
+    case K::ctaid_y: return cta.index.y;
+    case K::ctaid_z: return cta.index.z;
+    case K::nctaid_x: return dims.x;
+    case K::nctaid_y: return dims.y;
+    case K::nctaid_z: return dims.z;
+    case K::laneid: return static_cast<uint64_t>(lane);
+    case K::warpid: return static_cast<uint64_t>(warp.index);
+    case K::nwarpid: return static_cast<uint64_t>(grid.warps_per_cta);
+    case K::smid: return (cta.cluster.number * cluster.product() + cta.rank) % static_cast<uint64_t>(grid.options.sm_count);
+    case K::nsmid: return static_cast<uint64_t>(grid.options.sm_count);
+    case K::gridid: return 1;
+    case K::lanemask_eq: return bit;
+    case K::lanemask_lt: return bit - 1;
+    case K::lanemask_le: return bit | (bit - 1);
+    case K::lanemask_gt: return ~(bit | (bit - 1));
+    case K::lanemask_ge: return ~(bit - 1);
+    case K::clusterid_x: return cta.index.x / cluster.x;
+    case K::clusterid_y: return cta.index.y / cluster.y;
+    case K::clusterid_z: return cta.index.z / cluster.z;
+    case K::nclusterid_x: return dims.x / cluster.x;
+    case K::nclusterid_y: return dims.y / cluster.y;
+    case K::nclusterid_z: return dims.z / cluster.z;
+    case K::cluster_ctaid_x: return in_cluster.x;
+    case K::cluster_ctaid_y: return in_cluster.y;
+    case K::cluster_ctaid_z: return in_cluster.z;
+    case K::cluster_nctaid_x: return cluster.x;
+    case K::cluster_nctaid_y: return cluster.y;
+    case K::cluster_nctaid_z: return cluster.z;
+    case K::cluster_ctarank: return cta.rank;
+    case K::cluster_nctarank: return cluster.product();
+    case K::is_explicit_cluster: return cluster.product() > 1;
+    case K::dynamic_smem_size: return grid.shape.dynamic_shared_bytes;
+    case K::total_smem_size: return grid.shared_bytes;
+    case K::reserved_smem_begin: return window;
+    case K::reserved_smem_end:
+    case K::reserved_smem_cap: return window + kReservedShared;
+    case K::shared_symbol: return window + kReservedShared + grid.program.symbols[preset.symbol].offset + static_cast<uint64_t>(preset.offset);
+    case K::param_symbol: return reinterpret_cast<uint64_t>(grid.params) + grid.program.symbols[preset.symbol].offset + static_cast<uint64_t>(preset.offset);
+    case K::local_symbol: return kLocalWindow + grid.program.symbols[preset.symbol].offset + static_cast<uint64_t>(preset.offset);
+    case K::global_symbol: return reinterpret_cast<uint64_t>(grid.module_variables[preset.symbol]) + static_cast<uint64_t>(preset.offset);
+  }
+  return 0;
+}
+
+}  // namespace
+
+const char* wait_name(Wait::Kind kind) {
+  static const char* const kNames[] = {"nothing", "lanes of its own warp", "named barrier", "cluster barrier", "mbarrier", "bulk group",
+                                       "cp.async group", "wgmma group", "tensor memory", "tensor-memory access", "registers", "a change"};
+  return kNames[static_cast<int>(kind)];
+}
+
+Warp::Warp(Cta& owner, int warp_index, uint32_t lanes) : cta(owner), index(warp_index), initial_lanes(lanes), exited(~lanes) {
+  const Grid& grid = owner.grid();
+  const Program& program = grid.program;
+  registers_.assign(static_cast<size_t>(program.register_slots + 4) * kLanes, kPoison);
+  predicates_.assign(program.predicates + 1, 0);
+  in_flight_.assign(program.register_slots + 4, 0);
+  constants_ = program.constants.data();
+  current = {0, lanes, {}};
+  local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0xff);
+  registers_per_thread = grid.launch_registers;
+  for (const Preset& preset : program.presets)
+    for (int lane = 0; lane < kLanes; lane++) {
+      const uint64_t value = preset_value(preset, *this, lane);
+      raw(static_cast<Slot>(preset.slot))[lane] = static_cast<uint32_t>(value);
+      if (preset.slots == 2) raw(static_cast<Slot>(preset.slot + 1))[lane] = static_cast<uint32_t>(value >> 32);
+    }
+}
+
+const Slot* Warp::list(const Instruction& i) const { return cta.grid().program.lists.data() + i.list; }
+
+void Warp::write(Slot slot, const uint32_t* value, int planes, uint32_t lanes) {
+  for (int plane = 0; plane < planes; plane++) {
+    uint32_t* to = destination(slot + plane);
+    const uint32_t* from = value + plane * kLanes;
+    if (lanes == 0xffffffffu) {
+      std::copy(from, from + kLanes, to);
+      continue;
+    }
+    for (int lane = 0; lane < kLanes; lane++) {
+      const uint32_t keep = 0u - ((~lanes >> lane) & 1u);
+      to[lane] = (to[lane] & keep) | (from[lane] & ~keep);
+    }
+  }
+}
+
+void Warp::check_in_flight(Slot slot) const {
+  if (in_flight_[static_cast<size_t>(slot)] != 0)
+    throw Fault(Status::launch_failed, "a register that a wgmma is still writing is touched before wgmma.wait_group");
+}
+
+void Warp::mark_in_flight(Slot slot, int change) {
+  in_flight_[static_cast<size_t>(slot)] = static_cast<uint8_t>(in_flight_[static_cast<size_t>(slot)] + change);
+  in_flight_count_ = static_cast<uint32_t>(static_cast<int>(in_flight_count_) + change);
+}
+
+void Warp::release_into(Knowledge& other) {
+  knows.happened.raise(agent, time);
+  other.join(knows);
+  time++;
+}
+
+void Warp::exit_lanes(uint32_t lanes) {
+  exited |= lanes;
+  current.lanes &= ~lanes;
+  for (Group& group : others)
+    if (group.wait.kind == Wait::Kind::reconvergence) group.wait = {};
+}
+
+void Warp::split(int32_t target, uint32_t lanes) {
+  if (lanes == current.lanes) {
+    current.pc = target;
+    return;
+  }
+  if (lanes == 0) {
+    current.pc++;
+    return;
+  }
+  others.push_back({target, lanes, {}});
+  current.lanes &= ~lanes;
+  current.pc++;
+}
+
+// The runnable lanes that are furthest behind go first, which brings diverged lanes together again.
+void Warp::choose_group() {
+  if (current.lanes != 0) others.push_back(current);
+  size_t best = others.size();
+  for (size_t i = 0; i < others.size(); i++)
+    if (others[i].wait.kind == Wait::Kind::none && (best == others.size() || others[i].pc < others[best].pc)) best = i;
+  if (best == others.size()) best = 0;  // all blocked: one of them stands for the warp
+  current = others[best];
+  const int32_t pc = current.pc;
+  const bool runnable = current.wait.kind == Wait::Kind::none;
+  uint32_t lanes = 0;
+  std::erase_if(others, [&](const Group& group) {
+    if (group.pc != pc || !(runnable || group.wait == current.wait)) return false;
+    lanes |= group.lanes;
+    return true;
+  });
+  current.lanes = lanes;
+}
+
+uint64_t Warp::run(uint64_t budget) {
+  Scheduler& scheduler = cta.scheduler();
+  const Instruction* code = cta.grid().program.code.data();
+  uint64_t* executed_at = scheduler.counts.executed.data() + static_cast<size_t>(index) * cta.grid().program.code.size();
+  uint64_t* waited_at = scheduler.counts.waited.data() + static_cast<size_t>(index) * cta.grid().program.code.size();
+  uint64_t done = 0;
+  blocked_ = false;
+  yield = false;
+  while (done < budget && !yield) {
+    if (!others.empty()) choose_group();
+    if (current.lanes == 0) break;
+    if (current.wait.kind != Wait::Kind::none) {
+      blocked_ = true;
+      break;
+    }
+    const Instruction& i = code[current.pc];
+    const int32_t pc = current.pc;
+    uint32_t lanes = current.lanes;
+    if (i.guard >= 0) lanes &= i.guard_negated ? ~predicate(i.guard) : predicate(i.guard);
+    scheduler.instruction = &i;
+    const Flow flow = lanes == 0 ? Flow::next : i.handler(*this, i, lanes);
+    if (flow == Flow::blocked) {
+      waited_at[pc]++;
+      continue;
+    }
+    executed_at[pc]++;
+    done++;
+    if (flow == Flow::next) current.pc++;
+  }
+  executed += done;
+  return done;
+}
+
+bool Warp::waits_for(const Wait& wait) const {
+  if (current.wait == wait) return true;
+  return std::any_of(others.begin(), others.end(), [&](const Group& group) { return group.wait == wait; });
+}
+
+void Warp::wake(const Wait& wait) {
+  bool any = false;
+  if (current.wait == wait && current.lanes != 0) {
+    current.wait = {};
+    any = true;
+  }
+  for (Group& group : others)
+    if (group.wait == wait) {
+      group.wait = {};
+      any = true;
+    }
+  if (any && blocked_) {
+    blocked_ = false;
+    cta.scheduler().make_runnable(*this);
+  }
+}
+
+}  // namespace jax_fa4::emulator
