@@ -353,6 +353,6 @@ def lines() -> list[Line]:
 
 
 def text(body: list[Line], target: str = "sm_100a") -> str:
-    """PTX of the kernel. Parameters: maps of query, key, value (64 columns), out (32 f32 columns); tiles a CTA; key blocks."""
+    """PTX of the kernel. Parameters: maps of query, key, value and out (64, 32 columns); tiles; blocks."""
     maps = [f".align 64 .b8 {name}_map[128]" for name in ("query", "key", "value", "out")]
     return module(target, ENTRY, [*maps, ".u32 tiles", ".u32 blocks"], DECLARATIONS, body, THREADS)

@@ -1,9 +1,9 @@
 """A small pipelined kernel for sm_90: out = round(query key^T) value, with every kind of synchronisation in it.
 
 Five warps. Warps 0-3 are a warpgroup that owns 64 query rows: scores by wgmma from shared memory, rounded to bf16
-registers, out += probs value with probs from registers; the scores of the next block are in flight meanwhile. At the end
-of a tile it moves the output to shared memory and stores it by TMA. Warp 4 loads by TMA: a query tile, and rings of two
-key and two value blocks of 64. Each CTA walks `tiles` query tiles, so that every barrier goes through several phases.
+registers, out += probs value with probs from registers; the scores of the next block are in flight meanwhile. Last,
+the output goes to shared memory and is stored by TMA. Warp 4 loads by TMA: a query tile, and rings of two key and two
+value blocks of 64. Each CTA walks `tiles` query tiles, so that every barrier goes through several phases.
 """
 
 from __future__ import annotations
@@ -287,6 +287,6 @@ def lines() -> list[Line]:
 
 
 def text(body: list[Line], target: str = "sm_90a") -> str:
-    """PTX of the kernel. Parameters: maps of query, key, value (64 columns), out (32 f32 columns); tiles a CTA; key blocks."""
+    """PTX of the kernel. Parameters: maps of query, key, value and out (64, 32 columns); tiles; blocks."""
     maps = [f".align 64 .b8 {name}_map[128]" for name in ("query", "key", "value", "out")]
     return module(target, ENTRY, [*maps, ".u32 tiles", ".u32 blocks"], DECLARATIONS, body, THREADS)
