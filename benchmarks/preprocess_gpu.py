@@ -2,13 +2,15 @@
 
     python -m benchmarks.preprocess_gpu [--variants FOLDER]
 
-All times are medians over `--repeats` runs of `--calls` calls each, dispatched together, in one process. The ceiling
-is what an elementwise pass over as many bytes reaches. `--write_variants` builds (on any machine with the compiler)
-binaries with other numbers of rows per thread into a folder; `--variants` times them.
+All times are medians over `--repeats` runs of `--calls` calls each, in one process: through jit, dispatched together
+and timed on the host's clock, and on the stream, launched by the runtime alone and timed by the driver's events. The
+ceiling is the driver's own copy from device to device, counting bytes read and bytes written. `--write_variants` builds
+(on any machine with the compiler) binaries with other row counts per thread into a folder; `--variants` times them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,9 +76,31 @@ def bytes_moved(dtype: str, head_dim: int, length: int) -> int:
 
 
 def bandwidth() -> float:
-    """Bytes per second of y = 2 x over 1 GiB, read and written."""
-    x = jax.random.normal(jax.random.key(1), (1 << 28,), jnp.bfloat16)
-    return 2 * x.nbytes / median_seconds(jax.jit(lambda x: x * 2), x)
+    """Bytes per second of the driver's copy of 1 GiB, read and written."""
+    source, target = (jnp.full((1 << 30,), value, jnp.uint8) for value in (1, 2))
+    jax.block_until_ready((source, target))
+    addresses = [ctypes.c_uint64(one.unsafe_buffer_pointer()) for one in (target, source)]
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def copy() -> None:
+        result = driver.cuMemcpyDtoDAsync_v2(*addresses, ctypes.c_size_t(source.nbytes), None)
+        if result != 0:
+            raise RuntimeError(f"the copy failed: {result}")
+
+    return 2 * source.nbytes / timed_on_stream(copy)
+
+
+def on_stream(plan: KernelPlan, binary: build.KernelBinary, operands: tuple[jax.Array, ...], length: int) -> float:
+    """Median seconds of one launch by the runtime, without XLA."""
+    width = int(plan.option("accumulator_width"))
+    results = jax.jit(lambda *one: preprocess(*one, accumulator_width=width))(*operands)
+    addresses = [[one.unsafe_buffer_pointer() for one in group] for group in (operands, results)]
+    integers = {"batch": BATCH, "heads": HEADS, "query_length": length, "padded_length": padded_length(length)}
+    content_hash = launch.register(binary)
+    values = [int(value) for value in launch.call_integers(plan, integers)]
+    launch.native().load(launch.CUDA_DRIVER, content_hash, 0)
+    call = launch.native().launch
+    return timed_on_stream(lambda: call(launch.CUDA_DRIVER, content_hash, 0, *addresses, values, [], 0))
 
 
 def run_case(dtype: str, head_dim: int, length: int, ceiling: float) -> None:
@@ -89,37 +113,27 @@ def run_case(dtype: str, head_dim: int, length: int, ceiling: float) -> None:
     needed = bytes_moved(dtype, head_dim, length)
     ours, xla = median_seconds(kernel, *operands), median_seconds(formula, *operands)
     again = median_seconds(kernel, *operands)
+    plan = preprocess_plan("sm_90a", dtype, head_dim, head_dim)
+    alone = on_stream(plan, bundle.find(plan), operands, length)
     print(
         f"{dtype:9} d {head_dim:3} T {length:5}: {needed / 1e9:5.2f} GB, floor {needed / ceiling * 1e6:6.1f} us, "
-        f"kernel {ours * 1e6:6.1f} us (again {again * 1e6:6.1f}), {needed / ours / 1e12:4.2f} TB/s "
-        f"= {needed / ours / ceiling:5.1%} of ceiling; XLA {xla * 1e6:7.1f} us, {xla / ours:4.2f}x",
+        f"on the stream {alone * 1e6:6.1f} us, {needed / alone / 1e12:4.2f} TB/s = {needed / alone / ceiling:5.1%} "
+        f"of a copy; in jit {ours * 1e6:6.1f} us (then {again * 1e6:6.1f}), XLA {xla * 1e6:6.1f}, {xla / ours:4.2f}x",
         flush=True,
     )
 
 
 def run_variants(folder: Path) -> None:
-    """Times the binaries with other numbers of rows per thread through the runtime, without XLA's dispatch."""
+    """Times the binaries with other numbers of rows per thread."""
     operands = operands_of("bfloat16", 128, 8192)
-    results = jax.jit(lambda *one: preprocess(*one, accumulator_width=128))(*operands)
-    addresses = [[one.unsafe_buffer_pointer() for one in group] for group in (operands, results)]
-    integers = {"batch": BATCH, "heads": HEADS, "query_length": 8192, "padded_length": 8192}
     for plan in variant_plans():
         binary = build.KernelBinary.from_bytes(plan, (folder / f"{plan.key}.kernel").read_bytes())
-        content_hash = launch.register(binary)
-        values = [int(value) for value in launch.call_integers(plan, integers)]
-        launch.native().load(launch.CUDA_DRIVER, content_hash, 0)
-
-        def call(content_hash: str = content_hash, values: list[int] = values) -> jax.Array:
-            launch.native().launch(launch.CUDA_DRIVER, content_hash, 0, *addresses, values, [], 0)
-            return results.delta
-
-        print(f"rows per block {plan.option('rows'):3}: {timed_on_stream(call) * 1e6:6.1f} us", flush=True)
+        seconds = on_stream(plan, binary, operands, 8192)
+        print(f"rows per block {plan.option('rows'):3}: {seconds * 1e6:6.1f} us", flush=True)
 
 
 def timed_on_stream(call: Callable[[], object]) -> float:
     """Median seconds of a call on the legacy stream, by the driver's events."""
-    import ctypes
-
     driver = ctypes.CDLL("libcuda.so.1")
     begin, end, milliseconds = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_float()
     context, device = ctypes.c_void_p(), ctypes.c_int()
@@ -154,7 +168,7 @@ def main(_: list[str]) -> None:
         return
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, batch {BATCH}, {HEADS} heads", flush=True)
     ceiling = bandwidth()
-    print(f"ceiling, y = 2 x: {ceiling / 1e12:.2f} TB/s", flush=True)
+    print(f"ceiling, copy on the device: {ceiling / 1e12:.2f} TB/s", flush=True)
     for case in CASES:
         run_case(*case, ceiling)
     if FLAGS.variants:
