@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 CPP_SOURCES := $(shell find csrc tests \( -name '*.cc' -o -name '*.h' \) 2>/dev/null)
 CMAKE_FILES := CMakeLists.txt $(shell find csrc tests -name CMakeLists.txt 2>/dev/null)
 PYTHON_FOLDERS := jax_fa4 tests examples benchmarks docs
-MYPY_PACKAGES := -p jax_fa4 -p examples
+MYPY_PACKAGES := -p jax_fa4 -p examples -p benchmarks
 
 # What the extension's build and the editable install need before them, since they run without build isolation.
 BUILD_TOOLS := 'scikit-build-core>=0.10' 'nanobind>=2.4' 'jaxlib>=0.8' 'cmake>=3.20' ninja
