@@ -22,8 +22,8 @@ from examples.train_lm.model import (
     packed_attention,
 )
 
-STEPS = flags.DEFINE_integer("steps", 120, "Training steps.", lower_bound=1)
-EVAL_EVERY = flags.DEFINE_integer("eval_every", 30, "Steps from one evaluation to the next.", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 140, "Training steps.", lower_bound=1)
+EVAL_EVERY = flags.DEFINE_integer("eval_every", 35, "Steps from one evaluation to the next.", lower_bound=1)
 EVAL_ROWS = flags.DEFINE_integer("eval_rows", 12, "Held-out rows to evaluate on.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 2, "Rows per step.", lower_bound=1)
 ROW_LENGTH = flags.DEFINE_integer("row_length", 2048, "Tokens (bytes) per row.", lower_bound=2)
@@ -84,7 +84,7 @@ def report_leaks(model: Transformer, rows: data.Rows, attention: AttentionFuncti
     leaks = {"jax_fa4, segment_ids": attention, "jax.nn, causal only": leaking_attention}
     for name, candidate in leaks.items():
         leak = checks.measure_leak(model, row, candidate)
-        verdict = "[green]nothing leaks[/]" if leak.others == 0.0 else "[red]the neighbours leak in[/]"
+        verdict = "[green]nothing leaks[/]" if leak.others == 0.0 else "[red]they leak[/]"
         console.print(f"  {name:22s} its own inputs {leak.own:.3g}, the others' {leak.others:.3g}: {verdict}")
 
 
