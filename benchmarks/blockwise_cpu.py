@@ -68,7 +68,7 @@ def document_ids(length: int, documents: int, seed: int, even: bool) -> np.ndarr
     return np.searchsorted(starts, np.arange(length), side="right")[None].astype(np.int32)
 
 
-def forward_and_backward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
+def forward_and_backward(attend: Callable[..., jax.Array]) -> Any:
     """(query, key, value, cotangent, *rest) to the output and the three gradients, jitted."""
 
     @jax.jit
@@ -123,7 +123,7 @@ def time_packed(
     arrays, ids = inputs(1, length, seed), document_ids(length, documents, seed, even)
     traced = jnp.asarray(ids)
     baseline, of_traced = forward_and_backward(dense), forward_and_backward(ours)
-    of_concrete = forward_and_backward(lambda *qkv: ours(*qkv, ids))
+    of_concrete = forward_and_backward(functools.partial(ours, ids=ids))
     calls: dict[str, Callable[[], Any]] = {
         "dense": functools.partial(baseline, *arrays, traced),
         "concrete": functools.partial(of_concrete, *arrays),

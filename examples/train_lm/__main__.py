@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from flax import nnx
 from rich.console import Console
 
@@ -117,6 +117,7 @@ def main(arguments: list[str]) -> None:
     """Run the demonstration."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected arguments {arguments[1:]}; sizes are flags, such as --steps=10")
+    logging.set_verbosity(logging.WARNING)
     console = Console(highlight=False)
     console.rule("A language model on Python's standard library")
     rows, held_out = load_rows(console)
