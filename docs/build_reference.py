@@ -7,6 +7,7 @@ import argparse
 import enum
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def to_markdown(docstring: str) -> str:
 def signature(name: str, value: Any) -> str:
     """The call as one would type it, without annotations that say only Any, one argument a line when it is long."""
     if isinstance(value, enum.EnumMeta):
-        return "\n".join(f"{name}.{member.name} = {member.value!r}" for member in value)
+        return "\n".join(f"{name}.{member.name} = {json.dumps(member.value)}" for member in value)
     parts: list[str] = []
     for parameter in inspect.signature(value).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
