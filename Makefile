@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Tests run in this many processes: one per core, at most 8 (each takes about 1 GB).
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
-PYTEST_FLAGS ?= -q -n $(JOBS) --dist loadfile
+PYTEST_FLAGS ?= -n $(JOBS) --dist loadfile
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 
@@ -25,7 +25,7 @@ BUILD_TOOLS := 'scikit-build-core>=0.10' 'nanobind>=2.4' 'jaxlib>=0.8' 'cmake>=3
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo-ready ext ## train a small language model on packed text; pictures in out/ (3 minutes)
+demo: $(VENV)/.demo-ready $(VENV)/.native-ready ## train a small language model on packed text; pictures in out/ (3 minutes)
 	@$(BIN)/python -m examples.train_lm $(DEMO_FLAGS)
 
 test: lint ext ## lint, then every test that needs no GPU and is not slow
@@ -36,10 +36,10 @@ test-full: lint ext ## lint, then every test; those that need a GPU are skipped 
 	@echo "== all tests ($(JOBS) processes)"
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-bench: $(VENV)/.demo-ready ext ## the CPU benchmarks; JSON and pictures in out/
+bench: $(VENV)/.demo-ready $(VENV)/.native-ready ## the CPU benchmarks; JSON and pictures in out/
 	@$(BIN)/python -m benchmarks.run $(BENCH_FLAGS)
 
-docs: $(VENV)/.demo-ready ext ## write docs/reference.md from the docstrings
+docs: $(VENV)/.demo-ready ## write docs/reference.md from the docstrings
 	@$(BIN)/python docs/build_reference.py
 
 lint: $(VENV)/.test-ready ## ruff, mypy and clang-format, changing nothing
@@ -53,11 +53,11 @@ format: $(VENV)/.test-ready ## format Python and C++ files in place
 	@$(BIN)/ruff format --quiet .
 	@$(if $(CPP_SOURCES),$(BIN)/clang-format -i $(CPP_SOURCES))
 
-ext: $(VENV)/.ext-ready ## build the native extension into jax_fa4/
+ext: $(VENV)/.native-ready $(VENV)/.emulator-ready ## build the native extension and the emulator into jax_fa4/
 
 clean: ## remove builds, caches, pictures and .venv
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv
-	find jax_fa4 -name '_native*.so' -delete
+	find jax_fa4 -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up, in steps that each leave a stamp, so that it is paid once.
@@ -84,9 +84,19 @@ $(VENV)/.test-ready: $(VENV)/.demo-ready
 	@$(PIP) $(EDITABLE) '.[test,build]'
 	@touch $@
 
-$(VENV)/.ext-ready: $(VENV)/.tools-ready $(CMAKE_FILES) $(CPP_SOURCES)
-	@echo "== native extension"
+CMAKE_BUILD := NINJA_STATUS="   [%f/%t] " cmake --build build/dev -j $(JOBS) --target
+
+build/dev/build.ninja: $(VENV)/.tools-ready $(CMAKE_FILES)
+	@echo "== compiling"
 	@cmake -S . -B build/dev -G Ninja --log-level=WARNING -DFA4_BUILD_TESTS=OFF \
 		-DPython_EXECUTABLE=$(abspath $(BIN))/python >/dev/null
-	@NINJA_STATUS="   [%f/%t] " cmake --build build/dev -j $(JOBS)
+	@touch $@
+
+$(VENV)/.native-ready: build/dev/build.ninja $(CPP_SOURCES)
+	@$(CMAKE_BUILD) _native
+	@touch $@
+
+# All that is left: the emulator, which only tests need.
+$(VENV)/.emulator-ready: $(VENV)/.native-ready
+	@$(CMAKE_BUILD) all
 	@touch $@
