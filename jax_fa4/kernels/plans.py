@@ -36,7 +36,8 @@ def preprocess_plan(
     lanes = max(4, min(32, vectors & -vectors))
     loads = -(-vectors // lanes)
     # Rows per thread: at least 4 loads of 16 bytes in flight for each thread, 128 KiB for an SM of 2048 threads, well
-    # over the bandwidth-latency product of HBM3e per SM (4.8 TB/s * 0.7 us / 132 = 25 KiB).
+    # over the bandwidth-latency product of HBM3e per SM (4.8 TB/s * 0.7 us / 132 = 25 KiB). On an H200 1, 2 and 4 rows
+    # make no difference (docs/performance.md).
     rows_per_thread = rows_per_thread or max(1, 2 // loads)
     rows = PREPROCESS_WARPS * 32 // lanes * rows_per_thread
     return KernelPlan(
