@@ -106,6 +106,14 @@ class KernelBinary:
         return binary
 
 
+def _is_module(name: str) -> bool:
+    """Whether a dotted name is a module, not a name in one."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the name's parent is a module and no package
+        return False
+
+
 def _device_modules(module: str, found: dict[str, bytes]) -> dict[str, bytes]:
     """The texts of a module of device code and of those of this package that it imports, by name."""
     spec = importlib.util.find_spec(module)
@@ -124,7 +132,7 @@ def _device_modules(module: str, found: dict[str, bytes]) -> dict[str, bytes]:
             # plan.py is left out: what it decides is in the plan, whose digest is recorded beside this one.
             is_device_code = name.startswith("jax_fa4.kernels.") and name != "jax_fa4.kernels.plan"
             is_new = name not in found and not name.startswith("jax_fa4.kernels.plan.")
-            if is_device_code and is_new and importlib.util.find_spec(name) is not None:
+            if is_device_code and is_new and _is_module(name):
                 _device_modules(name, found)
     return found
 

@@ -1,0 +1,494 @@
+"""Device code of the attention forward on compute capability 9.0 (H100, H200), in CuTe-DSL. Imported only to build.
+
+A work item is a tile of 64 * groups query rows of one head; it walks the tiles of keys that its rows see.
+
+    warps 0..3       load      warp 0 issues every copy; the warpgroup gives its registers away
+    warps 4..7       attend    warpgroup 0: query rows   0 ..  63 of the item
+    warps 8..11      attend    warpgroup 1: query rows  64 .. 127
+    warps 12..15     attend    warpgroup 2: query rows 128 .. 191 (plans with three groups)
+
+    shared memory    query     groups x (64, head_dim)         later the output's staging, each group in its own part
+                     keys      stages x (key_tile, head_dim)   ring: landed / free
+                     values    stages x (key_tile, head_dim)   ring: landed / free
+                     barriers  query landed; landed and free of each stage
+
+    registers of an attending thread, for a quarter of two rows (r, r + 8):
+                     scores    key_tile / 2 float32            accumulator of Q K^T
+                     probs     key_tile / 2 16-bit             A operand of P V
+                     out       head_dim / 2 float32            accumulator of P V
+
+The scores of step i + 1 and the output of step i are in the tensor core together; the softmax of step i + 1 waits for the
+former only. Warpgroups take turns in issuing, so that one's softmax runs under the others' products:
+
+    group 0   [QK 1][PV 0] max 1, exp 1, round ......... [QK 2][PV 1] ...
+    group 1   ............ [QK 1][PV 0] max 1, exp 1, round ......... [QK 2][PV 1] ...
+
+This overlap is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2), the order of the items and the lazy
+rescaling are FlashAttention-4's (arXiv 2603.05451). docs/performance.md says which sizes were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_ptr
+from cutlass.utils import hopper_helpers
+
+from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, SectionOrder, WorkItem
+from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring, Turns
+from jax_fa4.kernels.parts.rounding import round_pair
+from jax_fa4.kernels.parts.softmax_row import SoftmaxRows, cap
+from jax_fa4.kernels.parts.tile_mask import hide
+from jax_fa4.kernels.plan import KernelPlan
+
+ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+GROUP_ROWS = 64  # rows of one warpgroup product (PTX ISA: wgmma m64nNk16)
+WARPS_PER_GROUP = 4
+PRODUCT_DEPTH = 16  # k of one warpgroup product of 16-bit operands
+TURN_BARRIER = 1  # named barriers 1 .. groups; 0 is the whole block's
+STAGED_BARRIER = 8  # named barriers 8 ..: a group's output is in shared memory
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a plan the device code needs."""
+
+    dtype: Any
+    head_dim: int  # padded
+    groups: int
+    key_tile: int
+    stages: int
+    load_registers: int
+    attend_registers: int
+    intervals: bool  # masks from memory, else by arithmetic
+    has_left: bool  # an arithmetic mask's left edge is not always 0
+    has_cap: bool
+    has_sinks: bool
+
+    @staticmethod
+    def of(plan: KernelPlan) -> Shape:
+        """The plan's options and registers."""
+        option: Callable[[str], Any] = plan.option
+        registers = {role.name: role.registers for role in plan.roles}
+        mask = option("mask")
+        return Shape(
+            dtype=ELEMENTS[option("dtype")],
+            head_dim=option("head_dim"),
+            groups=option("groups"),
+            key_tile=option("key_tile"),
+            stages=option("stages"),
+            load_registers=registers["load"] or 0,
+            attend_registers=registers["attend"] or 0,
+            intervals=mask == "intervals",
+            has_left=mask == "window",
+            has_cap=option("soft_cap"),
+            has_sinks=option("sinks"),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a work item."""
+        return self.groups * GROUP_ROWS
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in shared memory."""
+        return self.head_dim * self.dtype.width // 8
+
+    def tile_layout(self, rows: int, count: int) -> cute.ComposedLayout:
+        """Shared-memory layout of `count` (rows, head_dim) tiles: rows cut into swizzled pieces of 128 or 64 bytes."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if self.head_dim % 64 == 0 else kinds.K_SW64, self.dtype)
+        return cute.tile_to_shape(atom, (rows, self.head_dim, count), order=(0, 1, 2))
+
+    def score_product(self) -> cute.TiledMma:
+        """Q K^T of one warpgroup: both operands from shared memory."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            (GROUP_ROWS, self.key_tile),
+        )
+
+    def output_product(self) -> cute.TiledMma:
+        """P V of one warpgroup: P from registers, V from shared memory, contiguous along head_dim."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            Float32,
+            (1, 1, 1),
+            (GROUP_ROWS, self.head_dim),
+            warpgroup.OperandSource.RMEM,
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every role shares: the item, what its rows see, the buffers and the events."""
+
+    shape: Shape
+    item: WorkItem
+    visible: Band | RowIntervals
+    heads: Int32
+    query: cute.Tensor
+    key: cute.Tensor
+    value: cute.Tensor
+    query_landed: cute.Pointer
+    keys: Ring
+    values: Ring
+
+
+def _tiles_of(tensor_map: cute.CopyAtom, buffer: cute.Tensor, rows: int, head: Int32, batch: Int32) -> tuple[Any, Any]:
+    """Shared-memory stages, and tiles of one head as coordinates (head_dim, row, head, batch), as a copy takes them.
+
+    The coordinates' extents are beyond any problem's: bounds are the tensor map's affair, which fills with zeros.
+    """
+    head_dim = cute.size(buffer, mode=[1])
+    everything = cute.make_identity_tensor((head_dim, 1 << 30, 1 << 20, 1 << 20))
+    by_row = cute.make_tensor(everything.iterator, cute.select(everything.layout, mode=[1, 0, 2, 3]))
+    tiles = cute.local_tile(by_row[None, None, head, batch], (rows, head_dim), (None, 0))
+    stages, boxes = cute.group_modes(buffer, 0, 2), cute.group_modes(tiles, 0, 2)
+    partition: tuple[Any, Any] = cpasync.tma_partition(tensor_map, 0, cute.make_layout(1), stages, boxes)
+    return partition
+
+
+class Load:
+    """Warp 0: the query tile once, then keys and values through their rings, the keys one step ahead."""
+
+    def __init__(self, context: Context, maps: tuple[cute.CopyAtom, ...], kv_head: Int32) -> None:
+        shape, item = context.shape, context.item
+        self.context = context
+        self.query_map, self.key_map, self.value_map = maps
+        self.query = _tiles_of(self.query_map, context.query, GROUP_ROWS, item.head, item.batch)
+        self.key = _tiles_of(self.key_map, context.key, shape.key_tile, kv_head, item.batch)
+        self.value = _tiles_of(self.value_map, context.value, shape.key_tile, kv_head, item.batch)
+
+    @cute.jit
+    def run(self) -> None:
+        """Issue every copy of the item."""
+        self.load_query()
+        steps = self.context.item.count
+        if steps > 0:
+            self.load_step(self.key_map, self.key, self.context.keys, Int32(0))
+            for step in cutlass.range(1, steps, unroll=1):
+                self.load_step(self.key_map, self.key, self.context.keys, step)
+                self.load_step(self.value_map, self.value, self.context.values, step - 1)
+            self.load_step(self.value_map, self.value, self.context.values, steps - 1)
+
+    def load_query(self) -> None:
+        """All groups' query rows, on one barrier."""
+        shape, landed = self.context.shape, self.context.query_landed
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(landed, shape.rows * shape.row_bytes)
+        buffer, tiles = self.query
+        first = self.context.item.query_tile * shape.groups
+        for group in range(shape.groups):
+            cute.copy(self.query_map, tiles[None, first + group], buffer[None, group], tma_bar_ptr=landed)
+
+    def load_step(self, tensor_map: cute.CopyAtom, partition: tuple[Any, Any], ring: Ring, step: Int32) -> None:
+        """Keys or values of one step."""
+        buffer, tiles = partition
+        landed = ring.acquire(step)
+        key_tile = self.context.item.key_tile(step)
+        cute.copy(tensor_map, tiles[None, key_tile], buffer[None, ring.stage(step)], tma_bar_ptr=landed)
+
+
+class Attend:
+    """One warpgroup: 64 query rows against every visited key tile, then their output and LSE."""
+
+    def __init__(self, context: Context, group: Int32, thread: Int32, softmax: SoftmaxRows, cap_log2: Float32) -> None:
+        shape = context.shape
+        self.context, self.shape, self.group, self.thread = context, shape, group, thread
+        self.softmax, self.cap_log2 = softmax, cap_log2
+        self.turns = Turns.of(TURN_BARRIER, shape.groups, group)
+        self.lane = thread % 32
+        self.row = context.item.query_tile * shape.rows + group * GROUP_ROWS + (thread // 32) * 16 + self.lane // 4
+        self._partition()
+
+    def _partition(self) -> None:
+        shape, context = self.shape, self.context
+        score_product, output_product = shape.score_product(), shape.output_product()
+        of_scores, of_out = score_product.get_slice(self.thread), output_product.get_slice(self.thread)
+        value_columns = cute.make_tensor(context.value.iterator, cute.select(context.value.layout, mode=[1, 0, 2]))
+        self.query = score_product.make_fragment_A(of_scores.partition_A(context.query))
+        self.key = score_product.make_fragment_B(of_scores.partition_B(context.key))
+        self.value = output_product.make_fragment_B(of_out.partition_B(value_columns))
+        tile = (GROUP_ROWS, shape.key_tile)
+        self.scores = cute.make_rmem_tensor(score_product.partition_shape_C(tile), Float32)
+        self.probs = cute.make_rmem_tensor(output_product.partition_shape_A(tile), shape.dtype)
+        self.out = cute.make_rmem_tensor(output_product.partition_shape_C((GROUP_ROWS, shape.head_dim)), Float32)
+
+    @cute.jit
+    def run(self) -> None:
+        """Every step of the item."""
+        item = self.context.item
+        self.turns.open(self.group)
+        self.out.fill(0.0)
+        cute.arch.mbarrier_wait(self.context.query_landed, 0)
+        if item.count > 0:
+            self.first()
+            masked = item.masked_count
+            for step in cutlass.range(1, masked, unroll=1):
+                self.step(step, is_masked=True)
+            for step in cutlass.range(cutlass.max(masked, Int32(1)), item.count, unroll=1):
+                self.step(step, is_masked=False)
+            self.last(item.count - 1)
+
+    def first(self) -> None:
+        """Scores of step 0. The mask is applied even if no row needs it: a third copy of the code would gain little."""
+        step, factors = Int32(0), cute.make_rmem_tensor((2,), Float32)
+        self.context.keys.wait_landed(step)
+        self.turns.wait()
+        warpgroup.fence()
+        self.multiply_keys(step)
+        self.turns.give()
+        warpgroup.wait_group(0)
+        self.release(self.context.keys, step)
+        self.finish_scores(step, is_masked=True)
+        self.softmax.raise_max(self.scores, factors)
+        self.softmax.exponentiate(self.scores)
+        self.round_probs()
+
+    def step(self, step: Int32, is_masked: bool) -> None:
+        """Scores of this step and output of the one before, in the tensor core together."""
+        keys, values = self.context.keys, self.context.values
+        keys.wait_landed(step)
+        self.turns.wait()
+        warpgroup.fence()
+        self.multiply_keys(step)
+        values.wait_landed(step - 1)
+        self.multiply_values(step - 1)
+        self.turns.give()
+        warpgroup.wait_group(1)
+        self.release(keys, step)
+        self.finish_scores(step, is_masked)
+        self.raise_max_if_exceeded()
+        self.softmax.exponentiate(self.scores)
+        warpgroup.wait_group(0)
+        self.release(values, step - 1)
+        self.round_probs()
+
+    def last(self, step: Int32) -> None:
+        """Output of the last step."""
+        self.context.values.wait_landed(step)
+        warpgroup.fence()
+        self.multiply_values(step)
+        warpgroup.wait_group(0)
+
+    def multiply_keys(self, step: Int32) -> None:
+        """Issue scores = Q K^T."""
+        stage, product = self.context.keys.stage(step), self.shape.score_product()
+        for depth in range(self.shape.head_dim // PRODUCT_DEPTH):
+            product.set(warpgroup.Field.ACCUMULATE, depth > 0)
+            query, key = self.query[None, None, depth, self.group], self.key[None, None, depth, stage]
+            cute.gemm(product, self.scores, query, key, self.scores)
+        warpgroup.commit_group()
+
+    def multiply_values(self, step: Int32) -> None:
+        """Issue out += P V."""
+        stage, product = self.context.values.stage(step), self.shape.output_product()
+        product.set(warpgroup.Field.ACCUMULATE, True)
+        for depth in range(self.shape.key_tile // PRODUCT_DEPTH):
+            cute.gemm(product, self.out, self.probs[None, None, depth], self.value[None, None, depth, stage], self.out)
+        warpgroup.commit_group()
+
+    def release(self, ring: Ring, step: Int32) -> None:
+        """This warp has read the stage of that step."""
+        with cute.arch.elect_one():
+            ring.release(step)
+
+    def finish_scores(self, step: Int32, is_masked: bool) -> None:
+        """Cap the raw scores, and hide the keys outside each row's interval."""
+        shape, visible = self.shape, self.context.visible
+        if shape.has_cap:
+            cap(self.scores, self.cap_log2)
+        if not is_masked:
+            return
+        first_column = self.context.item.key_tile(step) * shape.key_tile + (self.lane % 4) * 2
+        for half in range(2):
+            row = self.row + 8 * half
+            lo = visible.lo(row) if shape.has_left or shape.intervals else None
+            hide(self.scores, half, lo, visible.hi(row), first_column)
+
+    @cute.jit
+    def raise_max_if_exceeded(self) -> None:
+        """Take new maxima, and bring the output to them, where a score of this warp is too high for the old ones."""
+        if cute.arch.vote_any_sync(self.softmax.exceeded(self.scores)):
+            factors = cute.make_rmem_tensor((2,), Float32)
+            self.softmax.raise_max(self.scores, factors)
+            warpgroup.wait_group(0)
+            self.rescale(factors)
+
+    def rescale(self, factors: cute.Tensor) -> None:
+        """Multiply the output's two rows."""
+        for index in range(cute.size(self.out)):
+            self.out[index] = self.out[index] * factors[(index // 2) % 2]
+
+    def round_probs(self) -> None:
+        """Accumulator elements lie in the order of the A operand (PTX ISA, fragments of wgmma): round pair by pair."""
+        pairs = cute.recast_tensor(self.probs, Uint32)
+        for pair in range(cute.size(pairs)):
+            pairs[pair] = round_pair(self.scores[2 * pair], self.scores[2 * pair + 1], self.shape.dtype)
+
+    @cute.jit
+    def store(self, out_map: cute.CopyAtom, lse: cute.Pointer, sinks: cute.Pointer | None) -> None:
+        """Normalise, stage in this group's part of the query buffer, copy out; write the LSE."""
+        context, shape, item = self.context, self.shape, self.context.item
+        sink = None
+        if cutlass.const_expr(shape.has_sinks):
+            sink = cute.make_tensor(sinks + item.head, cute.make_layout(1))[0]
+        closing = [self.softmax.finish(half, sink) for half in range(2)]
+        rounded = cute.make_rmem_tensor(self.out.layout, shape.dtype)
+        pairs = cute.recast_tensor(rounded, Uint32)
+        for pair in cutlass.range_constexpr(cute.size(pairs)):
+            factor = closing[pair % 2][0]
+            pairs[pair] = round_pair(self.out[2 * pair] * factor, self.out[2 * pair + 1] * factor, shape.dtype)
+        to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), shape.dtype)
+        mine = cute.make_tiled_copy_C(to_shared, shape.output_product()).get_slice(self.thread)
+        cute.copy(to_shared, mine.retile(rounded), mine.partition_D(context.query[None, None, self.group]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=STAGED_BARRIER + self.group, number_of_threads=GROUP_THREADS)
+        if cute.arch.make_warp_uniform(self.thread // 32) == 0:
+            buffer, tiles = _tiles_of(out_map, context.query, GROUP_ROWS, item.head, item.batch)
+            cute.copy(out_map, buffer[None, self.group], tiles[None, item.query_tile * shape.groups + self.group])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if self.lane % 4 == 0:
+            for half in cutlass.range_constexpr(2):
+                row = self.row + 8 * half
+                if row < context.visible.queries:
+                    place = (Int64(item.batch) * context.visible.queries + row) * context.heads + item.head
+                    cute.make_tensor(lse + place, cute.make_layout(1))[0] = closing[half][1]
+
+
+class HopperForward:
+    """The kernel of one plan."""
+
+    def __init__(self, plan: KernelPlan) -> None:
+        self.shape = Shape.of(plan)
+
+    @cute.kernel
+    def kernel(
+        self,
+        query_map: cute.CopyAtom,
+        key_map: cute.CopyAtom,
+        value_map: cute.CopyAtom,
+        out_map: cute.CopyAtom,
+        lse: cute.Pointer,
+        sinks: cute.Pointer | None,
+        items: cute.Pointer | None,
+        lo: cute.Pointer | None,
+        hi: cute.Pointer | None,
+        batch: Int32,
+        queries: Int32,
+        keys: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        offset: Int32,
+        left: Int32,
+        right: Int32,
+        section_heads: Int32,
+        interval_stride: Int32,
+        scale_log2: Float32,
+        slack: Float32,
+        cap_log2: Float32,
+    ) -> None:
+        """Find the item, set up shared memory and events, take the role."""
+        shape = self.shape
+        thread, _, _ = cute.arch.thread_idx()
+        number, _, _ = cute.arch.block_idx()
+        this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(shape.intervals):
+            item = WorkItem.read(items, number)
+            first_row = Int64(item.batch) * interval_stride
+            visible = RowIntervals(queries, lo + first_row, hi + first_row)
+        else:
+            visible = Band(queries, keys, offset, left, right)
+            order = SectionOrder(cute.ceil_div(queries, shape.rows), heads, batch, section_heads)
+            item = visible.work_item(*order.locate(number), shape.rows, shape.key_tile)
+        context = self.allocate(item, visible, heads)
+        if this_warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(context.query_landed, 1)
+                context.keys.init(shape.groups * WARPS_PER_GROUP)
+                context.values.init(shape.groups * WARPS_PER_GROUP)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if this_warp < WARPS_PER_GROUP:
+            cute.arch.setmaxregister_decrease(shape.load_registers)
+            if this_warp == 0:
+                Load(context, (query_map, key_map, value_map), item.head // (heads // kv_heads)).run()
+        else:
+            cute.arch.setmaxregister_increase(shape.attend_registers)
+            softmax = SoftmaxRows.create(scale_log2, slack)
+            attend = Attend(context, this_warp // WARPS_PER_GROUP - 1, thread % GROUP_THREADS, softmax, cap_log2)
+            attend.run()
+            attend.store(out_map, lse, sinks)
+
+    def allocate(self, item: WorkItem, visible: Band | RowIntervals, heads: Int32) -> Context:
+        """Lay out shared memory in the plan's order: query, keys, values, barriers."""
+        shape = self.shape
+        memory = cutlass.utils.SmemAllocator()
+
+        def tiles(layout: cute.ComposedLayout) -> cute.Tensor:
+            return memory.allocate_tensor(shape.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+        query = tiles(shape.tile_layout(GROUP_ROWS, shape.groups))
+        key, value = (tiles(shape.tile_layout(shape.key_tile, shape.stages)) for _ in range(2))
+        barriers = memory.allocate_array(Int64, 1 + 4 * shape.stages)
+        stage_bytes = shape.key_tile * shape.row_bytes
+        keys = Ring(barriers + 1, shape.stages, stage_bytes)
+        values = Ring(barriers + 1 + 2 * shape.stages, shape.stages, stage_bytes)
+        return Context(shape, item, visible, heads, query, key, value, barriers, keys, values)
+
+    def tensor_map(self, operation: Any, pointer: cute.Pointer, rows: int) -> cute.CopyAtom:
+        """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""
+        shape = self.shape
+        layout = cute.make_layout((8192, shape.head_dim, 16, 8), stride=(16384, 1, 1024, 8192 * 16384))
+        tile = cute.select(shape.tile_layout(rows, 1), mode=[0, 1])
+        whole = cute.make_tensor(pointer, layout)
+        return cpasync.make_tiled_tma_atom(operation, whole, tile, (rows, shape.head_dim)).atom
+
+    @cute.jit
+    def host(
+        self, tensors: tuple[cute.Pointer, ...], pointers: tuple[Any, ...], integers: tuple[Int32, ...], floats: tuple[Float32, ...]
+    ) -> None:
+        """Exists for the compiler only: the package's own runtime launches the kernel."""
+        shape = self.shape
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        query, key, value, out = tensors
+        maps = (
+            self.tensor_map(load, query, GROUP_ROWS),
+            self.tensor_map(load, key, shape.key_tile),
+            self.tensor_map(load, value, shape.key_tile),
+            self.tensor_map(store, out, GROUP_ROWS),
+        )
+        threads = (1 + shape.groups) * GROUP_THREADS
+        self.kernel(*maps, *pointers, *integers, *floats).launch(
+            grid=(1, 1, 1), block=(threads, 1, 1), min_blocks_per_mp=1
+        )
+
+
+def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The function to compile, and arguments of the right types."""
+    forward = HopperForward(plan)
+
+    def pointer(kind: Any, alignment: int) -> Any:
+        return make_ptr(kind, alignment, cute.AddressSpace.gmem, assumed_align=alignment)
+
+    tensors = (pointer(forward.shape.dtype, 16),) * 4
+    sinks = pointer(Float32, 4) if forward.shape.has_sinks else None
+    table = (pointer(Int32, 4),) * 3 if forward.shape.intervals else (None,) * 3
+    pointers = (pointer(Float32, 4), sinks, *table)
+    return forward.host, (tensors, pointers, (Int32(1),) * 10, (Float32(1.0),) * 3)

@@ -1,0 +1,158 @@
+"""Plans of the Hopper kernels: which sizes they take, and why those."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jax_fa4.kernels.plan import (
+    DTYPES,
+    Event,
+    Extent,
+    KernelPlan,
+    Parameter,
+    PlanError,
+    Role,
+    SharedBuffer,
+    TensorMap,
+)
+
+ARCHITECTURE = "sm_90a"
+FORWARD_DTYPES = ("bfloat16", "float16")
+GROUP_ROWS = 64
+WARPS_PER_GROUP = 4
+Mask = Literal["causal", "window", "intervals"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a forward kernel: warpgroups of 64 query rows, keys per step, stages of each ring."""
+
+    groups: int
+    key_tile: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a work item."""
+        return self.groups * GROUP_ROWS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a loading and of an attending thread: 512 for each column of one thread per warpgroup."""
+        return (24, 240) if self.groups == 2 else (32, 160)
+
+
+# Measured on one H200, 16k tokens, hidden size 2048, bfloat16 (docs/performance.md): three groups keep the tensor core
+# busy while others are in their softmax, and read each key and value from the L2 cache for 192 rows instead of 128.
+FORWARD_TILES = {64: Tiles(3, 128, 2), 96: Tiles(3, 96, 2), 128: Tiles(3, 80, 3)}
+# Two groups lose less to the last, partly filled wave and to the diagonal where sequences are short.
+SHORT_FORWARD_TILES = {64: Tiles(3, 128, 2), 96: Tiles(2, 128, 2), 128: Tiles(2, 128, 2)}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dimension a kernel computes with. Raises PlanError where there is none."""
+    for padded in FORWARD_TILES:
+        if head_dim <= padded and head_dim % 8 == 0 and head_dim > 0:
+            return padded
+    raise PlanError(f"forward: head_dim is {head_dim}; the Hopper kernel takes multiples of 8 up to {max(FORWARD_TILES)}.")
+
+
+def forward_plan(
+    dtype: str, head_dim: int, mask: Mask, *, tiles: Tiles, soft_cap: bool = False, sinks: bool = False
+) -> KernelPlan:
+    """The forward for one padded head dimension.
+
+    Args:
+        dtype: one of `FORWARD_DTYPES`, of queries, keys, values and outputs.
+        head_dim: padded, a key of `FORWARD_TILES`; smaller ones are filled with zeros by the tensor maps.
+        mask: "causal" (or none: a right edge by arithmetic), "window" (both edges by arithmetic), or "intervals" (both
+            from memory, and a table of work items).
+        tiles: the sizes.
+        soft_cap: scores are capped.
+        sinks: one logit per head joins the softmax.
+
+    Raises PlanError on what no device could run.
+    """
+    if dtype not in FORWARD_DTYPES or head_dim not in FORWARD_TILES:
+        raise PlanError(
+            f"forward: dtype {dtype!r} with head_dim {head_dim}; the Hopper kernel takes {', '.join(FORWARD_DTYPES)} with "
+            f"{', '.join(map(str, FORWARD_TILES))}."
+        )
+    if tiles.groups not in (2, 3):
+        raise PlanError(f"forward: groups is {tiles.groups}; it takes 2 or 3.")
+    load_registers, attend_registers = tiles.registers
+    row_bytes = head_dim * DTYPES[dtype]
+    integers = (
+        *("batch", "query_length", "key_length", "heads", "kv_heads", "offset", "left", "right", "section_heads"),
+        *("interval_stride", "items", "head_dim", "head_bytes", "query_row_bytes", "key_row_bytes"),
+        *("query_batch_bytes", "key_batch_bytes"),
+    )
+    pointers = [Parameter("result", "lse")]
+    operands = ["query", "key", "value"]
+    if sinks:
+        operands.append("sinks")
+    if mask == "intervals":
+        operands += ["item_table", "lo", "hi"]
+    pointers += [Parameter("operand", name) for name in operands[3:]]
+    readers = tiles.groups * WARPS_PER_GROUP
+    return KernelPlan(
+        kernel="forward",
+        architecture=ARCHITECTURE,
+        source="jax_fa4.kernels.hopper.forward",
+        options=(
+            ("dtype", dtype),
+            ("head_dim", head_dim),
+            ("mask", mask),
+            ("soft_cap", soft_cap),
+            ("sinks", sinks),
+            ("groups", tiles.groups),
+            ("key_tile", tiles.key_tile),
+            ("stages", tiles.stages),
+        ),
+        operands=tuple(operands),
+        results=("out", "lse"),
+        integers=integers,
+        floats=("scale_log2", "slack", "cap_log2"),
+        parameters=(
+            *(Parameter("tensor_map", name) for name in ("query", "key", "value", "out")),
+            *pointers,
+            *(Parameter("int32", name) for name in integers[:10]),
+            *(Parameter("float32", name) for name in ("scale_log2", "slack", "cap_log2")),
+        ),
+        grid=(Extent((("items", 1),)), Extent(), Extent()),
+        roles=(
+            Role("load", WARPS_PER_GROUP, load_registers),
+            Role("attend", tiles.groups * WARPS_PER_GROUP, attend_registers),
+        ),
+        tensor_maps=tuple(
+            TensorMap(
+                name=name,
+                buffer=name,
+                element=dtype,
+                extents=("head_dim", f"{side}_length", heads, "batch"),
+                strides_bytes=(f"{side}_row_bytes", "head_bytes", f"{side}_batch_bytes"),
+                box=(64 if head_dim % 64 == 0 else 32, rows, 1, 1),
+                swizzle_bytes=128 if head_dim % 64 == 0 else 64,
+            )
+            for name, side, heads, rows in (
+                ("query", "query", "heads", GROUP_ROWS),
+                ("key", "key", "kv_heads", tiles.key_tile),
+                ("value", "key", "kv_heads", tiles.key_tile),
+                ("out", "query", "heads", GROUP_ROWS),
+            )
+        ),
+        shared=(
+            SharedBuffer("query", GROUP_ROWS * row_bytes, tiles.groups, alignment=1024),
+            SharedBuffer("staged_out", GROUP_ROWS * row_bytes, tiles.groups, alignment=1024, over="query"),
+            SharedBuffer("keys", tiles.key_tile * row_bytes, tiles.stages, alignment=1024),
+            SharedBuffer("values", tiles.key_tile * row_bytes, tiles.stages, alignment=1024),
+        ),
+        events=(
+            Event("query_landed", (("load", 1),), ("attend",), 1, bytes=tiles.rows * row_bytes),
+            Event("keys_landed", (("load", 1),), ("attend",), 1, tiles.stages, tiles.key_tile * row_bytes),
+            Event("keys_free", (("attend", readers),), ("load",), readers, tiles.stages),
+            Event("values_landed", (("load", 1),), ("attend",), 1, tiles.stages, tiles.key_tile * row_bytes),
+            Event("values_free", (("attend", readers),), ("load",), readers, tiles.stages),
+        ),
+    )

@@ -1,0 +1,128 @@
+"""Which tiles of the score matrix a work item visits, and in what order.
+
+A work item is one tile of query rows of one head. Its key tiles [begin, end) are those that some row sees; those in
+[full_begin, full_end) every row sees whole, so that only the others pay for element masks. All roles of a kernel walk
+the same object and so agree on the count. The masked tiles come first, then the whole ones (the softmax does not mind
+the order): so a kernel has one masked loop and one plain loop, and the plain one ends at the left edge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+ITEM_FIELDS = 7  # int32 per row of a work-item table: the fields of WorkItem, in order
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """Batch row, head, tile of queries, and the tiles of keys it visits."""
+
+    batch: Int32
+    head: Int32
+    query_tile: Int32
+    begin: Int32
+    full_begin: Int32
+    full_end: Int32
+    end: Int32
+
+    @staticmethod
+    def read(table: cute.Pointer, number: Int32) -> WorkItem:
+        """Row `number` of a table of work items."""
+        row = cute.make_tensor(table + number * ITEM_FIELDS, cute.make_layout(ITEM_FIELDS))
+        return WorkItem(*(cute.arch.make_warp_uniform(row[field]) for field in range(ITEM_FIELDS)))
+
+    @property
+    def count(self) -> Int32:
+        """Steps: key tiles visited."""
+        return self.end - self.begin
+
+    @property
+    def masked_count(self) -> Int32:
+        """Steps that need element masks; they come first."""
+        return (self.end - self.full_end) + (self.full_begin - self.begin)
+
+    def key_tile(self, step: Int32) -> Int32:
+        """The key tile of a step: masked tiles from the right edge, then from the left, then whole tiles right to left."""
+        at_right = self.end - self.full_end
+        masked = cutlass.select_(step < at_right, self.end - 1 - step, self.begin + (step - at_right))
+        return cutlass.select_(step < self.masked_count, masked, self.full_end - 1 - (step - self.masked_count))
+
+
+@dataclass(frozen=True)
+class Band:
+    """Keys that a query sees by arithmetic alone: row + offset - left <= key <= row + offset + right, 0 <= key < keys."""
+
+    queries: Int32
+    keys: Int32
+    offset: Int32
+    left: Int32
+    right: Int32
+
+    def lo(self, row: Int32) -> Int32:
+        """First visible key of a row."""
+        return cutlass.max(row + self.offset - self.left, Int32(0))
+
+    def hi(self, row: Int32) -> Int32:
+        """First key after the visible ones; at least 0."""
+        return cutlass.max(cutlass.min(row + self.offset + self.right + 1, self.keys), Int32(0))
+
+    def work_item(self, batch: Int32, head: Int32, query_tile: Int32, rows: int, columns: int) -> WorkItem:
+        """The item of a query tile: its bounds are those of its first and last rows, since lo and hi grow with the row."""
+        first = query_tile * rows
+        last = cutlass.min(first + rows, self.queries) - 1
+        begin = self.lo(first) // columns
+        end = cutlass.max(cute.ceil_div(self.hi(last), columns), begin)
+        full_begin = cutlass.min(cutlass.max(cute.ceil_div(self.lo(last), columns), begin), end)
+        full_end = cutlass.min(cutlass.max(self.hi(first) // columns, full_begin), end)
+        return WorkItem(batch, head, query_tile, begin, full_begin, full_end, end)
+
+
+@dataclass(frozen=True)
+class RowIntervals:
+    """Keys that a query sees, from memory: one interval per row of `lo` and `hi`, which point to the batch row's first."""
+
+    queries: Int32
+    lo_pointer: cute.Pointer
+    hi_pointer: cute.Pointer
+
+    def _load(self, pointer: cute.Pointer, row: Int32) -> Int32:
+        # Rows beyond the last are computed and dropped; they repeat the last so as to read nothing outside.
+        return cute.make_tensor(pointer + cutlass.min(row, self.queries - 1), cute.make_layout(1))[0]
+
+    def lo(self, row: Int32) -> Int32:
+        """First visible key of a row."""
+        return self._load(self.lo_pointer, row)
+
+    def hi(self, row: Int32) -> Int32:
+        """First key after the visible ones."""
+        return self._load(self.hi_pointer, row)
+
+
+@dataclass(frozen=True)
+class SectionOrder:
+    """Longest tiles first inside sections of heads whose keys and values fit the L2 cache together.
+
+    FlashAttention-4 (arXiv 2603.05451), scheduling: item number -> (batch row, head, query tile). Sections are walked
+    in order; inside one, the last query tiles (the longest under a causal mask) of all its heads come first.
+    """
+
+    query_tiles: Int32
+    heads: Int32
+    batch: Int32
+    section_heads: Int32
+
+    def locate(self, number: Int32) -> tuple[Int32, Int32, Int32]:
+        """Batch row, head and query tile of an item number."""
+        per_section = self.section_heads * self.query_tiles
+        section = number // per_section
+        place = number - section * per_section
+        first_head = section * self.section_heads
+        width = cutlass.min(self.section_heads, self.heads * self.batch - first_head)
+        depth = place // width
+        head_of_all = first_head + (place - depth * width)
+        batch = head_of_all // self.heads
+        return batch, head_of_all - batch * self.heads, self.query_tiles - 1 - depth
