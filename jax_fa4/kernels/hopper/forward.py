@@ -17,8 +17,8 @@ A work item is a tile of 64 * groups query rows of one head; it walks the tiles 
                      probs     key_tile / 2 16-bit             A operand of P V
                      out       head_dim / 2 float32            accumulator of P V
 
-The scores of step i + 1 and the output of step i are in the tensor core together; the softmax of step i + 1 waits for the
-former only. Warpgroups take turns in issuing, so that one's softmax runs under the others' products:
+The scores of step i + 1 and the output of step i are in the tensor core together; the softmax of step i + 1 waits for
+the former only. Warpgroups take turns in issuing, so that one's softmax runs under the others' products:
 
     group 0   [QK 1][PV 0] max 1, exp 1, round ......... [QK 2][PV 1] ...
     group 1   ............ [QK 1][PV 0] max 1, exp 1, round ......... [QK 2][PV 1] ...
@@ -44,7 +44,7 @@ from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, SectionOrder, W
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring, Turns
 from jax_fa4.kernels.parts.rounding import round_pair
 from jax_fa4.kernels.parts.softmax_row import SoftmaxRows, cap
-from jax_fa4.kernels.parts.tile_mask import hide
+from jax_fa4.kernels.parts.tile_mask import SegmentIds, hide, hide_other_ids
 from jax_fa4.kernels.plan import KernelPlan
 
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -68,6 +68,7 @@ class Shape:
     attend_registers: int
     intervals: bool  # masks from memory, else by arithmetic
     has_left: bool  # an arithmetic mask's left edge is not always 0
+    has_ids: bool  # masked tiles may have to compare ids
     has_cap: bool
     has_sinks: bool
 
@@ -85,8 +86,9 @@ class Shape:
             stages=option("stages"),
             load_registers=registers["load"] or 0,
             attend_registers=registers["attend"] or 0,
-            intervals=mask == "intervals",
+            intervals=mask in ("intervals", "ids"),
             has_left=mask == "window",
+            has_ids=mask == "ids",
             has_cap=option("soft_cap"),
             has_sinks=option("sinks"),
         )
@@ -140,6 +142,7 @@ class Context:
     shape: Shape
     item: WorkItem
     visible: Band | RowIntervals
+    ids: Any  # SegmentIds, or None where nothing compares them
     heads: Int32
     query: cute.Tensor
     key: cute.Tensor
@@ -181,7 +184,7 @@ class Load:
         steps = self.context.item.count
         if steps > 0:
             self.load_step(self.key_map, self.key, self.context.keys, Int32(0))
-            for step in cutlass.range(1, steps, unroll=1):
+            for step in cutlass.range(1, steps, 1, unroll=1):
                 self.load_step(self.key_map, self.key, self.context.keys, step)
                 self.load_step(self.value_map, self.value, self.context.values, step - 1)
             self.load_step(self.value_map, self.value, self.context.values, steps - 1)
@@ -196,7 +199,7 @@ class Load:
         for group in range(shape.groups):
             cute.copy(self.query_map, tiles[None, first + group], buffer[None, group], tma_bar_ptr=landed)
 
-    def load_step(self, tensor_map: cute.CopyAtom, partition: tuple[Any, Any], ring: Ring, step: Int32) -> None:
+    def load_step(self, tensor_map: cute.CopyAtom, partition: tuple[Any, Any], ring: Ring, step: Any) -> None:
         """Keys or values of one step."""
         buffer, tiles = partition
         landed = ring.acquire(step)
@@ -239,9 +242,9 @@ class Attend:
         if item.count > 0:
             self.first()
             masked = item.masked_count
-            for step in cutlass.range(1, masked, unroll=1):
+            for step in cutlass.range(1, masked, 1, unroll=1):
                 self.step(step, is_masked=True)
-            for step in cutlass.range(cutlass.max(masked, Int32(1)), item.count, unroll=1):
+            for step in cutlass.range(cutlass.max(masked, Int32(1)), item.count, 1, unroll=1):
                 self.step(step, is_masked=False)
             self.last(item.count - 1)
 
@@ -260,7 +263,7 @@ class Attend:
         self.softmax.exponentiate(self.scores)
         self.round_probs()
 
-    def step(self, step: Int32, is_masked: bool) -> None:
+    def step(self, step: Any, is_masked: bool) -> None:
         """Scores of this step and output of the one before, in the tensor core together."""
         keys, values = self.context.keys, self.context.values
         keys.wait_landed(step)
@@ -320,6 +323,16 @@ class Attend:
             row = self.row + 8 * half
             lo = visible.lo(row) if shape.has_left or shape.intervals else None
             hide(self.scores, half, lo, visible.hi(row), first_column)
+        if shape.has_ids:
+            self.compare_ids(first_column)
+
+    @cute.jit
+    def compare_ids(self, first_column: Int32) -> None:
+        """Hide the keys whose ids differ from the row's, in items whose ids lie in no simple order."""
+        ids, item = self.context.ids, self.context.item
+        if item.compare_ids != 0:
+            for half in cutlass.range_constexpr(2):
+                hide_other_ids(self.scores, half, ids.of_query(self.row + 8 * half), ids, first_column)
 
     @cute.jit
     def raise_max_if_exceeded(self) -> None:
@@ -342,7 +355,7 @@ class Attend:
             pairs[pair] = round_pair(self.scores[2 * pair], self.scores[2 * pair + 1], self.shape.dtype)
 
     @cute.jit
-    def store(self, out_map: cute.CopyAtom, lse: cute.Pointer, sinks: cute.Pointer | None) -> None:
+    def store(self, out_map: cute.CopyAtom, lse: cute.Pointer, sinks: Any) -> None:
         """Normalise, stage in this group's part of the query buffer, copy out; write the LSE."""
         context, shape, item = self.context, self.shape, self.context.item
         sink = None
@@ -386,10 +399,12 @@ class HopperForward:
         value_map: cute.CopyAtom,
         out_map: cute.CopyAtom,
         lse: cute.Pointer,
-        sinks: cute.Pointer | None,
-        items: cute.Pointer | None,
-        lo: cute.Pointer | None,
-        hi: cute.Pointer | None,
+        sinks: Any,
+        items: Any,
+        lo: Any,
+        hi: Any,
+        query_ids: Any,
+        key_ids: Any,
         batch: Int32,
         queries: Int32,
         keys: Int32,
@@ -409,6 +424,7 @@ class HopperForward:
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        visible: Any
         if cutlass.const_expr(shape.intervals):
             item = WorkItem.read(items, number)
             first_row = Int64(item.batch) * interval_stride
@@ -417,7 +433,11 @@ class HopperForward:
             visible = Band(queries, keys, offset, left, right)
             order = SectionOrder(cute.ceil_div(queries, shape.rows), heads, batch, section_heads)
             item = visible.work_item(*order.locate(number), shape.rows, shape.key_tile)
-        context = self.allocate(item, visible, heads)
+        ids = None
+        if cutlass.const_expr(shape.has_ids):
+            first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
+            ids = SegmentIds(query_ids + first_query, key_ids + first_key, queries, keys)
+        context = self.allocate(item, visible, ids, heads)
         if this_warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(context.query_landed, 1)
@@ -436,10 +456,10 @@ class HopperForward:
             attend.run()
             attend.store(out_map, lse, sinks)
 
-    def allocate(self, item: WorkItem, visible: Band | RowIntervals, heads: Int32) -> Context:
+    def allocate(self, item: WorkItem, visible: Band | RowIntervals, ids: SegmentIds | None, heads: Int32) -> Context:
         """Lay out shared memory in the plan's order: query, keys, values, barriers."""
         shape = self.shape
-        memory = cutlass.utils.SmemAllocator()
+        memory = cutlass.memory.SmemAllocator()
 
         def tiles(layout: cute.ComposedLayout) -> cute.Tensor:
             return memory.allocate_tensor(shape.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
@@ -450,7 +470,7 @@ class HopperForward:
         stage_bytes = shape.key_tile * shape.row_bytes
         keys = Ring(barriers + 1, shape.stages, stage_bytes)
         values = Ring(barriers + 1 + 2 * shape.stages, shape.stages, stage_bytes)
-        return Context(shape, item, visible, heads, query, key, value, barriers, keys, values)
+        return Context(shape, item, visible, ids, heads, query, key, value, barriers, keys, values)
 
     def tensor_map(self, operation: Any, pointer: cute.Pointer, rows: int) -> cute.CopyAtom:
         """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""
@@ -462,7 +482,11 @@ class HopperForward:
 
     @cute.jit
     def host(
-        self, tensors: tuple[cute.Pointer, ...], pointers: tuple[Any, ...], integers: tuple[Int32, ...], floats: tuple[Float32, ...]
+        self,
+        tensors: tuple[cute.Pointer, ...],
+        pointers: tuple[Any, ...],
+        integers: tuple[Int32, ...],
+        floats: tuple[Float32, ...],
     ) -> None:
         """Exists for the compiler only: the package's own runtime launches the kernel."""
         shape = self.shape
@@ -490,5 +514,6 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     tensors = (pointer(forward.shape.dtype, 16),) * 4
     sinks = pointer(Float32, 4) if forward.shape.has_sinks else None
     table = (pointer(Int32, 4),) * 3 if forward.shape.intervals else (None,) * 3
-    pointers = (pointer(Float32, 4), sinks, *table)
+    ids = (pointer(Int32, 4),) * 2 if forward.shape.has_ids else (None,) * 2
+    pointers = (pointer(Float32, 4), sinks, *table, *ids)
     return forward.host, (tensors, pointers, (Int32(1),) * 10, (Float32(1.0),) * 3)

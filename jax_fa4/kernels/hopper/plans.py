@@ -21,7 +21,7 @@ ARCHITECTURE = "sm_90a"
 FORWARD_DTYPES = ("bfloat16", "float16")
 GROUP_ROWS = 64
 WARPS_PER_GROUP = 4
-Mask = Literal["causal", "window", "intervals"]
+Mask = Literal["causal", "window", "intervals", "ids"]
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,9 @@ class Tiles:
 
 
 # Measured on one H200, 16k tokens, hidden size 2048, bfloat16 (docs/performance.md): three groups keep the tensor core
-# busy while others are in their softmax, and read each key and value from the L2 cache for 192 rows instead of 128.
-FORWARD_TILES = {64: Tiles(3, 128, 2), 96: Tiles(3, 96, 2), 128: Tiles(3, 80, 3)}
-# Two groups lose less to the last, partly filled wave and to the diagonal where sequences are short.
-SHORT_FORWARD_TILES = {64: Tiles(3, 128, 2), 96: Tiles(2, 128, 2), 128: Tiles(2, 128, 2)}
+# busy while others are in their softmax, and read keys and values from the L2 cache once for 192 rows. With 160
+# registers a thread, 80 keys are what fits beside an output of 128 columns without spilling, and 96 beside one of 96.
+FORWARD_TILES = {64: Tiles(3, 128, 2), 96: Tiles(3, 96, 3), 128: Tiles(3, 80, 3)}
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -55,7 +54,9 @@ def padded_head_dim(head_dim: int) -> int:
     for padded in FORWARD_TILES:
         if head_dim <= padded and head_dim % 8 == 0 and head_dim > 0:
             return padded
-    raise PlanError(f"forward: head_dim is {head_dim}; the Hopper kernel takes multiples of 8 up to {max(FORWARD_TILES)}.")
+    raise PlanError(
+        f"forward: head_dim is {head_dim}; the Hopper kernel takes multiples of 8 up to {max(FORWARD_TILES)}."
+    )
 
 
 def forward_plan(
@@ -66,8 +67,9 @@ def forward_plan(
     Args:
         dtype: one of `FORWARD_DTYPES`, of queries, keys, values and outputs.
         head_dim: padded, a key of `FORWARD_TILES`; smaller ones are filled with zeros by the tensor maps.
-        mask: "causal" (or none: a right edge by arithmetic), "window" (both edges by arithmetic), or "intervals" (both
-            from memory, and a table of work items).
+        mask: "causal" (or none: a right edge by arithmetic), "window" (both edges by arithmetic), "intervals" (both
+            from memory, and a table of work items), or "ids" (intervals, and ids that masked tiles compare where the
+            table says so).
         tiles: the sizes.
         soft_cap: scores are capped.
         sinks: one logit per head joins the softmax.
@@ -76,8 +78,8 @@ def forward_plan(
     """
     if dtype not in FORWARD_DTYPES or head_dim not in FORWARD_TILES:
         raise PlanError(
-            f"forward: dtype {dtype!r} with head_dim {head_dim}; the Hopper kernel takes {', '.join(FORWARD_DTYPES)} with "
-            f"{', '.join(map(str, FORWARD_TILES))}."
+            f"forward: dtype {dtype!r} with head_dim {head_dim}; the Hopper kernel takes {', '.join(FORWARD_DTYPES)} "
+            f"with {', '.join(map(str, FORWARD_TILES))}."
         )
     if tiles.groups not in (2, 3):
         raise PlanError(f"forward: groups is {tiles.groups}; it takes 2 or 3.")
@@ -92,8 +94,10 @@ def forward_plan(
     operands = ["query", "key", "value"]
     if sinks:
         operands.append("sinks")
-    if mask == "intervals":
+    if mask in ("intervals", "ids"):
         operands += ["item_table", "lo", "hi"]
+    if mask == "ids":
+        operands += ["query_ids", "key_ids"]
     pointers += [Parameter("operand", name) for name in operands[3:]]
     readers = tiles.groups * WARPS_PER_GROUP
     return KernelPlan(

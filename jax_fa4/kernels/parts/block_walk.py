@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-ITEM_FIELDS = 7  # int32 per row of a work-item table: the fields of WorkItem, in order
+ITEM_FIELDS = 8  # int32 per row of a work table: `jax_fa4.schedule.order.Column`, the fields of WorkItem in order
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class WorkItem:
     batch: Int32
     head: Int32
     query_tile: Int32
+    compare_ids: Int32  # not 0: masked tiles must compare ids besides intervals
     begin: Int32
     full_begin: Int32
     full_end: Int32
@@ -31,7 +32,7 @@ class WorkItem:
 
     @staticmethod
     def read(table: cute.Pointer, number: Int32) -> WorkItem:
-        """Row `number` of a table of work items."""
+        """Row `number` of a work table."""
         row = cute.make_tensor(table + number * ITEM_FIELDS, cute.make_layout(ITEM_FIELDS))
         return WorkItem(*(cute.arch.make_warp_uniform(row[field]) for field in range(ITEM_FIELDS)))
 
@@ -46,7 +47,7 @@ class WorkItem:
         return (self.end - self.full_end) + (self.full_begin - self.begin)
 
     def key_tile(self, step: Int32) -> Int32:
-        """The key tile of a step: masked tiles from the right edge, then from the left, then whole tiles right to left."""
+        """The key tile of a step: masked tiles at the right edge, then at the left, then whole tiles right to left."""
         at_right = self.end - self.full_end
         masked = cutlass.select_(step < at_right, self.end - 1 - step, self.begin + (step - at_right))
         return cutlass.select_(step < self.masked_count, masked, self.full_end - 1 - (step - self.masked_count))
@@ -54,7 +55,7 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class Band:
-    """Keys that a query sees by arithmetic alone: row + offset - left <= key <= row + offset + right, 0 <= key < keys."""
+    """Keys that a query sees by arithmetic: row + offset - left <= key <= row + offset + right, 0 <= key < keys."""
 
     queries: Int32
     keys: Int32
@@ -71,19 +72,19 @@ class Band:
         return cutlass.max(cutlass.min(row + self.offset + self.right + 1, self.keys), Int32(0))
 
     def work_item(self, batch: Int32, head: Int32, query_tile: Int32, rows: int, columns: int) -> WorkItem:
-        """The item of a query tile: its bounds are those of its first and last rows, since lo and hi grow with the row."""
+        """The item of a query tile; lo and hi grow with the row, so its first and last rows bound it."""
         first = query_tile * rows
         last = cutlass.min(first + rows, self.queries) - 1
         begin = self.lo(first) // columns
         end = cutlass.max(cute.ceil_div(self.hi(last), columns), begin)
         full_begin = cutlass.min(cutlass.max(cute.ceil_div(self.lo(last), columns), begin), end)
         full_end = cutlass.min(cutlass.max(self.hi(first) // columns, full_begin), end)
-        return WorkItem(batch, head, query_tile, begin, full_begin, full_end, end)
+        return WorkItem(batch, head, query_tile, Int32(0), begin, full_begin, full_end, end)
 
 
 @dataclass(frozen=True)
 class RowIntervals:
-    """Keys that a query sees, from memory: one interval per row of `lo` and `hi`, which point to the batch row's first."""
+    """Keys that a query sees, from memory: an interval per row of one batch row."""
 
     queries: Int32
     lo_pointer: cute.Pointer

@@ -8,6 +8,8 @@ two rows, r and r + 8, the columns 8j + 2c and 8j + 2c + 1, c = lane mod 4. Visi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
@@ -47,3 +49,29 @@ def hide(scores: cute.Tensor, row_half: int, lo: Int32 | None, hi: Int32, first_
             if index < size:
                 shown = ((visible >> bit) & 1) != 0
                 scores[index] = cutlass.select_(shown, scores[index], -Float32.inf)
+
+
+@dataclass(frozen=True)
+class SegmentIds:
+    """Ids of one batch row's queries and keys, in memory."""
+
+    query_pointer: cute.Pointer
+    key_pointer: cute.Pointer
+    queries: Int32
+    keys: Int32
+
+    def of_query(self, row: Int32) -> Int32:
+        """A query's id; rows beyond the last repeat it."""
+        return cute.make_tensor(self.query_pointer + cutlass.min(row, self.queries - 1), cute.make_layout(1))[0]
+
+    def of_key(self, column: Int32) -> Int32:
+        """A key's id; columns beyond the last, which intervals hide, repeat it."""
+        return cute.make_tensor(self.key_pointer + cutlass.min(column, self.keys - 1), cute.make_layout(1))[0]
+
+
+def hide_other_ids(scores: cute.Tensor, row_half: int, row_id: Int32, ids: SegmentIds, first_column: Int32) -> None:
+    """Set to -inf the scores of one of the thread's two rows against keys of other ids; arguments as for `hide`."""
+    for index in range(cute.size(scores)):
+        if (index // 2) % 2 == row_half:
+            is_same = ids.of_key(first_column + (index // 4) * 8 + index % 2) == row_id
+            scores[index] = cutlass.select_(is_same, scores[index], -Float32.inf)

@@ -1,0 +1,119 @@
+"""The Hopper forward's plans and what it refuses; nothing here needs a GPU or a compiler."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fa4 import arguments
+from jax_fa4.ffi import hopper_forward as wrapper
+from jax_fa4.ffi.launch import LaunchError, call_integers
+from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, Tiles, forward_plan, padded_head_dim
+from jax_fa4.kernels.plan import KernelPlan, PlanError
+
+MASKS = ("causal", "window", "intervals", "ids")
+
+
+def read(shape: tuple[int, int, int, int], key_length: int, kv_heads: int, **options: Any) -> arguments.Call:
+    query = jnp.zeros(shape, options.pop("dtype", jnp.bfloat16))
+    key = jnp.zeros((shape[0], key_length, kv_heads, shape[-1]), query.dtype)
+    return arguments.read_call(query, key, key, **options)
+
+
+def every_plan() -> list[KernelPlan]:
+    flags = (False, True)
+    options = itertools.product(FORWARD_DTYPES, FORWARD_TILES, MASKS, flags, flags)
+    return [
+        forward_plan(dtype, head_dim, mask, tiles=FORWARD_TILES[head_dim], soft_cap=cap, sinks=sinks)
+        for dtype, head_dim, mask, cap, sinks in options
+    ]
+
+
+def test_every_plan_fits_the_device_and_has_its_own_key() -> None:
+    plans = every_plan()
+    assert len({plan.key for plan in plans}) == len({plan.digest for plan in plans}) == len(plans) == 96
+    for plan in plans:
+        kinds = [parameter.kind for parameter in plan.parameters]
+        assert kinds[:4] == ["tensor_map"] * 4
+        assert plan.threads == 512
+        # setmaxnreg moves registers between warpgroups: the sum must be what the launch allots, 65536 / 512 a thread.
+        assert sum(role.registers * role.warps for role in plan.roles) == 128 * 16  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(8, 64), (64, 64), (72, 96), (96, 96), (104, 128), (128, 128)])
+def test_head_dims_are_padded(head_dim: int, padded: int) -> None:
+    assert padded_head_dim(head_dim) == padded
+
+
+@pytest.mark.parametrize("head_dim", [0, 4, 12, 136, 256])
+def test_other_head_dims_are_refused(head_dim: int) -> None:
+    with pytest.raises(PlanError, match=f"head_dim is {head_dim}; .* multiples of 8 up to 128"):
+        padded_head_dim(head_dim)
+
+
+def test_too_large_tiles_are_refused() -> None:
+    with pytest.raises(PlanError, match="bytes of shared memory"):
+        forward_plan("bfloat16", 128, "causal", tiles=Tiles(3, 128, 4))
+    with pytest.raises(PlanError, match="groups is 1"):
+        forward_plan("bfloat16", 128, "causal", tiles=Tiles(1, 128, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "causal"),
+        ({"is_causal": True}, "causal"),
+        ({"local_window_size": (None, 7)}, "causal"),
+        ({"is_causal": True, "local_window_size": (7, None)}, "window"),
+        ({"key_value_seq_lengths": np.array([3, 5])}, "intervals"),
+        ({"segment_ids": np.zeros((2, 40), np.int32)}, "ids"),
+    ],
+)
+def test_masks_choose_the_plan(options: dict[str, Any], kind: str) -> None:
+    call = read((2, 40, 4, 64), 40, 2, **options)
+    assert wrapper.why_not(call.problem) is None
+    assert wrapper._mask_kind(call.problem) == kind
+
+
+def test_integers_of_a_call() -> None:
+    call = read((3, 1000, 6, 40), 777, 2, is_causal=True, causal_alignment="bottom_right", local_window_size=(9, None))
+    tiles = FORWARD_TILES[64]
+    plan = forward_plan("bfloat16", 64, "window", tiles=tiles)
+    integers = wrapper._integers(call.problem, tiles)
+    values = dict(zip(plan.integers, call_integers(plan, integers), strict=False))
+    assert values["items"] == 3 * 6 * 6  # ceil(1000 / 192) tiles of 6 heads of 3 rows
+    assert (values["offset"], values["left"], values["right"]) == (777 - 1000, 9, 0)
+    assert values["query_row_bytes"] == 6 * 40 * 2
+    assert values["key_batch_bytes"] == 777 * 2 * 40 * 2
+    # 777 keys of 2 * 40 elements of 2 bytes: 421 heads of keys and values fill 50 MiB, rounded down to 256, in threes.
+    assert values["section_heads"] == 256 * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((1, 8, 2, 64), {"dtype": jnp.float32}, "not float32"),
+        ((1, 8, 2, 256), {}, "head_dim is 256"),
+        ((1, 8, 2, 64), {"bias": jnp.zeros((1, 1, 8, 8), jnp.bfloat16)}, "no bias"),
+        ((1, 8, 2, 64), {"scale": -1.0}, "positive scale"),
+        ((1, 8, 2, 64), {"scale": jnp.float32(1.0)}, "known when the call is traced"),
+    ],
+)
+def test_refusals_say_the_remedy(shape: Any, options: dict[str, Any], message: str) -> None:
+    call = read(shape, shape[1], shape[2], **options)
+    reason = wrapper.why_not(call.problem)
+    assert reason is not None
+    assert message in reason
+    assert reason.endswith("Pass implementation='blockwise'.")
+    with pytest.raises(LaunchError):
+        wrapper.hopper_forward(call.problem, call.operands)
+
+
+def test_empty_problems_need_no_kernel() -> None:
+    out, lse = wrapper.hopper_forward(*read((2, 5, 2, 64), 0, 2)[:2])
+    assert not np.asarray(out).any()
+    assert (np.asarray(lse) == -np.inf).all()
