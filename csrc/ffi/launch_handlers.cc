@@ -43,6 +43,32 @@ ffi::Error Unpack(const ffi::RemainingArgs& arguments, const ffi::RemainingRets&
   return ffi::Error::Success();
 }
 
+// Tells an emulated GPU which buffers of XLA's a launch may touch, for the time of the launch.
+class SharedBuffers {
+ public:
+  SharedBuffers(const Driver& driver, const ffi::RemainingArgs& arguments, const ffi::RemainingRets& returns)
+      : driver_(driver) {
+    if (driver_.emulator_add_memory == nullptr || driver_.emulator_remove_memory == nullptr) return;
+    for (std::size_t i = 0; i < arguments.size(); ++i) Add(*arguments.get<ffi::AnyBuffer>(i));
+    for (std::size_t i = 0; i < returns.size(); ++i) Add(**returns.get<ffi::AnyBuffer>(i));
+  }
+  ~SharedBuffers() {
+    for (std::size_t i = 0; i < count_; ++i) driver_.emulator_remove_memory(addresses_[i]);
+  }
+  SharedBuffers(const SharedBuffers&) = delete;
+  SharedBuffers& operator=(const SharedBuffers&) = delete;
+
+ private:
+  void Add(ffi::AnyBuffer buffer) {
+    driver_.emulator_add_memory(buffer.untyped_data(), buffer.size_bytes());
+    addresses_[count_++] = buffer.untyped_data();
+  }
+
+  const Driver& driver_;
+  std::array<const void*, kMaxParameters> addresses_{};
+  std::size_t count_ = 0;
+};
+
 // Runs `body`, turning the runtime's exceptions into XLA's errors.
 template <typename Body>
 ffi::Error Guarded(Body body) {
@@ -84,6 +110,7 @@ ffi::Error LaunchOnHost(std::int32_t ordinal, ffi::RemainingArgs arguments, ffi:
       return error;
     }
     const LoadedKernel& loaded = Load(FindDriver(driver), kernel, ordinal);
+    SharedBuffers shared(*loaded.driver, arguments, returns);
     Launch(loaded, values, nullptr);
     ScopedContext scope(*loaded.driver, loaded.context);
     const driver_api::Result result = loaded.driver->stream_synchronize(nullptr);

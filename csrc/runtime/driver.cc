@@ -54,6 +54,10 @@ Driver::Driver(std::string name, std::string path, ImageKind image)
 #undef JAX_FA4_OPTIONAL
 #undef JAX_FA4_REQUIRED
 #undef JAX_FA4_FIND
+  emulator_add_memory =
+      reinterpret_cast<decltype(emulator_add_memory)>(FindSymbol(library, "jax_fa4_emulator_add_memory", path_, false));
+  emulator_remove_memory = reinterpret_cast<decltype(emulator_remove_memory)>(
+      FindSymbol(library, "jax_fa4_emulator_remove_memory", path_, false));
   Check(init(0), "Starting driver '" + name_ + "'");
   int device_count = 0;
   Check(device_get_count(&device_count), "Counting the devices of driver '" + name_ + "'");

@@ -76,6 +76,11 @@ class Driver {
   JAX_FA4_DRIVER_FUNCTIONS(JAX_FA4_MEMBER, JAX_FA4_MEMBER)
 #undef JAX_FA4_MEMBER
 
+  // Of the emulator alone, else null: memory that is not the driver's own, which kernels may touch until it is taken
+  // back.
+  void (*emulator_add_memory)(const void*, std::size_t) = nullptr;
+  void (*emulator_remove_memory)(const void*) = nullptr;
+
  private:
   std::string name_;
   std::string path_;
