@@ -121,7 +121,9 @@ const KernelBinary& FindBinary(const Tables& tables, std::string_view hash) {
   return found->second;
 }
 
-// Compares the recipe with what the driver says of the loaded kernel, where the driver can say it.
+// Compares the recipe with what the driver says of the loaded kernel, where the driver can say it. Sizes only: the launch
+// passes an address for each parameter and the driver places them. Its offsets count from a base that is no multiple of
+// 64 on compute capability 9.0 (0x210), so that a tensor map which comes first is said to lie at 48.
 void CheckParameters(const Driver& driver, driver_api::Kernel kernel, const KernelBinary& binary) {
   if (driver.kernel_get_param_info == nullptr) return;
   for (std::size_t i = 0; i < binary.recipe.parameters.size(); ++i) {
@@ -130,10 +132,9 @@ void CheckParameters(const Driver& driver, driver_api::Kernel kernel, const Kern
     std::size_t bytes = 0;
     driver.Check(driver.kernel_get_param_info(kernel, i, &offset, &bytes),
                  "Reading parameter " + std::to_string(i) + " of the kernel");
-    Require(offset == parameter.offset && bytes == parameter.bytes, binary,
-            "parameter " + std::to_string(i) + " is " + std::to_string(bytes) + " bytes at offset " +
-                std::to_string(offset) + " in the loaded code, " + std::to_string(parameter.bytes) + " at " +
-                std::to_string(parameter.offset) + " in the recipe");
+    Require(bytes == parameter.bytes, binary,
+            "parameter " + std::to_string(i) + " is " + std::to_string(bytes) + " bytes in the loaded code, " +
+                std::to_string(parameter.bytes) + " in the recipe");
   }
 }
 
