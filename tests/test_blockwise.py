@@ -303,7 +303,7 @@ def test_the_program_does_not_grow_with_the_documents():
         ids = np.sort(np.arange(1024, dtype=np.int32) % documents)[None]
         drawn = draw({"segment_ids": ids, "is_causal": True}, jnp.float32, 12, (1, 1024, 1024, 1, 1, 4, 4))
         sizes.append(len(arrays_of_gradient(*drawn)))
-    assert abs(sizes[0] - sizes[1]) < 0.1 * sizes[0]
+    assert sizes[1] <= sizes[0]  # many short documents have no tile without a mask, and no loop over such
 
 
 def test_inside_shard_map():
