@@ -106,18 +106,15 @@ def _integers(problem: AttentionProblem, tiles: Tiles) -> dict[str, int]:
 
 
 def _of_mask(problem: AttentionProblem, operands: AttentionOperands, tiles: Tiles) -> dict[str, Any]:
-    """The kernel's operands for masks from memory, and the values with rows that nobody sees replaced by zeros."""
+    """The kernel's operands for masks from memory; values that nobody sees, which may be NaN, replaced by zeros."""
     mask_operands = problem.mask_operands(operands)
     table = forward_table(problem, operands, tiles.rows, tiles.key_tile, ARCHITECTURES["sm_90"])
     rows = query_intervals(problem.mask, mask_operands)
     seen_from = key_intervals(problem.mask, mask_operands)
-    is_seen = jnp.asarray(seen_from.lo < seen_from.hi)[:, :, None, None]
-    found = {
-        "item_table": jnp.asarray(table.items),
-        "lo": jnp.asarray(rows.lo),
-        "hi": jnp.asarray(rows.hi),
-        "value": jnp.where(is_seen, operands.value, 0),
-    }
+    found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
+    is_seen = seen_from.lo < seen_from.hi
+    if isinstance(is_seen, jax.Array) or not is_seen.all():
+        found["value"] = jnp.where(jnp.asarray(is_seen)[:, :, None, None], operands.value, 0)
     if problem.has_segment_ids:
         shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
         ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)
