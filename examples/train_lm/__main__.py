@@ -50,9 +50,9 @@ def load_rows(console: Console) -> tuple[data.Rows, data.Rows]:
     held_out = held_out.take(order[: EVAL_ROWS.value])
     padding = (rows.segment_ids == data.PADDING_ID).mean()
     console.print(
-        f"{len(training_files)} files to train on, {len(held_out_files)} held out; "
-        f"{len(rows.tokens)} rows of {ROW_LENGTH.value} bytes, "
-        f"{rows.documents_per_row.max()} documents in the fullest, {padding:.1%} padding"
+        f"{len(training_files)} files to train on, {len(held_out_files)} held out\n"
+        f"{len(rows.tokens)} rows of {ROW_LENGTH.value} bytes, at most {rows.documents_per_row.max()} documents in one, "
+        f"{padding:.1%} padding"
     )
     return rows, held_out
 
@@ -78,9 +78,7 @@ def report_leaks(model: Transformer, rows: data.Rows, attention: AttentionFuncti
     """Print what one document's loss feels of its neighbours, with segment ids and without."""
     row = rows.shared().take(slice(0, 1))
     console.rule("Do documents leak into each other?")
-    console.print(
-        f"A row of {row.documents_per_row[0]} documents; the largest gradient of the last one's loss with respect to"
-    )
+    console.print(f"A row of {row.documents_per_row[0]} documents; gradient of the last one's loss (largest entry) by")
     leaks = {"jax_fa4, segment_ids": attention, "jax.nn, causal only": leaking_attention}
     for name, candidate in leaks.items():
         leak = checks.measure_leak(model, row, candidate)
@@ -110,7 +108,7 @@ def explain_call(model: Transformer, rows: data.Rows, console: Console) -> None:
         query, key, key, segment_ids=segment_ids, is_causal=True, implementation=IMPLEMENTATION.value
     )
     console.rule("What jax_fa4.explain says of one attention call")
-    console.print(str(report), highlight=False, markup=False)
+    console.print(str(report), markup=False, soft_wrap=True)
 
 
 def main(arguments: list[str]) -> None:
