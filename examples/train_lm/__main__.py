@@ -51,8 +51,8 @@ def load_rows(console: Console) -> tuple[data.Rows, data.Rows]:
     padding = (rows.segment_ids == data.PADDING_ID).mean()
     console.print(
         f"{len(training_files)} files to train on, {len(held_out_files)} held out\n"
-        f"{len(rows.tokens)} rows of {ROW_LENGTH.value} bytes, at most {rows.documents_per_row.max()} documents in one, "
-        f"{padding:.1%} padding"
+        f"{len(rows.tokens)} rows of {ROW_LENGTH.value} bytes, {padding:.1%} padding, "
+        f"{rows.documents_per_row.max()} documents in the fullest"
     )
     return rows, held_out
 
