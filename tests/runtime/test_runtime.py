@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
+import subprocess
 import threading
 
 import numpy as np
@@ -158,11 +160,13 @@ def test_eight_threads_first_use(stub: Stub) -> None:
     assert (buffers == np.arange(1, 9, dtype=np.float32)[:, None, None]).all()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # the child calls the runtime alone, nothing of JAX
 def test_child_after_fork_loads_again(stub: Stub) -> None:
     content_hash = launch.register(stub_binary(fill_plan()))
     launch.native().load("stub", content_hash, 0)
     child = os.fork()
     if child == 0:  # no test code may run on in the child
+        signal.alarm(60)  # a child that hangs ends, and fails the test
         buffer = np.zeros(8, np.float32)
         try:
             launch.native().load("stub", content_hash, 0)
@@ -195,8 +199,6 @@ def test_divisor_words(divisor: int, words: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_runtime_under_sanitizers(sanitizer: str) -> None:
-    import subprocess
-
     folder = build_programs(sanitizer)
     program = [str(folder / "runtime_test"), str(folder / "libstub_driver.so")]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120)
