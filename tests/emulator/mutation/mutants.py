@@ -97,11 +97,15 @@ INTERLOCKED = (
     "loaded registers are interlocked, and probs made of them are signalled before the columns are overwritten"
 )
 
+ON_THE_PATH = "a proxy fence anywhere between the write and the copy orders them; the copying thread still has one"
+
 TCGEN05_FENCES = {line.tag for line in blackwell.lines() if "tcgen05.fence" in line.text and line.tag}
 EQUIVALENT = {
     ("blackwell", "remove wait::ld scores"): INTERLOCKED,
     ("blackwell", "remove fence init"): ONE_CTA,
     ("hopper", "remove fence init"): ONE_CTA,
+    ("blackwell", "fence the staging after its barrier"): ON_THE_PATH,
+    ("hopper", "fence the staging after its barrier"): ON_THE_PATH,
 } | {("blackwell", f"remove {tag}"): NO_TCGEN05_FENCES for tag in TCGEN05_FENCES}
 
 
