@@ -60,7 +60,7 @@ bool load_parameter(Decoder& d) {
   const Variable& variable = d.program().symbols[from.items[0].symbol];
   if (variable.space != Space::param) return false;
   const int64_t bytes = int64_t{type_bits(d.out.type)} / 8 * d.out.vector;
-  d.out.offset = static_cast<int64_t>(variable.offset) + from.offset;
+  d.out.offset = static_cast<int64_t>(variable.offset + static_cast<uint64_t>(from.offset));
   if (from.offset < 0 || from.offset > (1 << 16) || d.out.offset + bytes > d.program().param_bytes) d.fail("the load is outside of the parameters");
   handle(d, execute_load_param, Class::load_other);
   return true;

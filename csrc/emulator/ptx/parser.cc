@@ -398,7 +398,8 @@ class Parser {
       const bool negative = take().text[0] == '-';
       const bool twice = accept('-');
       const uint64_t value = integer("an offset");
-      all.offset += static_cast<int64_t>(negative != twice ? 0 - value : value);
+      // Modulo 2^64, as the address itself.
+      all.offset = static_cast<int64_t>(static_cast<uint64_t>(all.offset) + (negative != twice ? 0 - value : value));
     }
     if (accept(',')) {
       Argument coordinates = argument(depth + 1);
