@@ -132,9 +132,15 @@ def statistics() -> list[dict[str, Any]]:
     return loaded
 
 
-def last_report() -> str:
-    """The sentence of the last driver call that failed, with the PTX line, CTA and warp where there is one."""
-    return _text("last_error")
+def last_report(clear: bool = False) -> str:
+    """The sentence of the last driver call that failed, with the PTX line, CTA and warp where there is one.
+
+    Empty if none failed, or none since the last call with `clear`.
+    """
+    text = _text("last_error")
+    if clear:
+        driver().jax_fa4_emulator_clear_error()
+    return text
 
 
 def register_ptx(cubin: bytes, ptx: str) -> None:

@@ -1,5 +1,5 @@
-// The types of the CUDA driver API, as far as the emulator exports it, and the list of what it exports. Source: CUDA Driver API
-// reference (names, argument orders, values of constants).
+// The types of the CUDA driver API, as far as the emulator exports it, and the list of what it exports. Source: CUDA
+// Driver API reference (names, argument orders, values of constants).
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,9 @@ struct CUlaunchAttribute {
   char pad[4];
   union {
     char bytes[64];
-    struct { unsigned x, y, z; } cluster;
+    struct {
+      unsigned x, y, z;
+    } cluster;
     int flag;
   } value;
 };

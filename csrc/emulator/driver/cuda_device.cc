@@ -31,7 +31,8 @@ constexpr ErrorText kErrors[] = {
     {Status::invalid_device, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {Status::invalid_image, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
     {Status::invalid_context, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
-    {Status::no_binary_for_gpu, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
+    {Status::no_binary_for_gpu, "CUDA_ERROR_NO_BINARY_FOR_GPU",
+     "no kernel image is available for execution on the device"},
     {Status::invalid_ptx, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"},
     {Status::invalid_handle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {Status::not_found, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
@@ -43,7 +44,8 @@ constexpr ErrorText kErrors[] = {
     {Status::hardware_stack_error, "CUDA_ERROR_HARDWARE_STACK_ERROR", "hardware stack error"},
     {Status::illegal_instruction, "CUDA_ERROR_ILLEGAL_INSTRUCTION", "an illegal instruction was encountered"},
     {Status::misaligned_address, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
-    {Status::invalid_address_space, "CUDA_ERROR_INVALID_ADDRESS_SPACE", "operation not supported on global/shared address space"},
+    {Status::invalid_address_space, "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+     "operation not supported on global/shared address space"},
     {Status::launch_failed, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {Status::not_supported, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
     {Status::invalid_cluster_size, "CUDA_ERROR_INVALID_CLUSTER_SIZE", "invalid cluster size"},
@@ -58,36 +60,71 @@ const ErrorText* error_text(CUresult result) {
 int device_attribute(int attribute) {
   const Options options = Device::get().options();
   switch (attribute) {
-    case 1: return 1024;                       // threads per block
-    case 2: case 3: return 1024;               // block x, y
-    case 4: return 64;                         // block z
-    case 5: return 0x7fffffff;                 // grid x
-    case 6: case 7: return 65535;
-    case 8: return 48 * 1024;                  // shared memory per block
-    case 9: return 65536;                      // constant memory
-    case 10: return 32;                        // warp size
-    case 12: return 65536;                     // registers per block
-    case 13: return 1'800'000;                 // clock, kHz
-    case 14: return 512;
-    case 16: return options.sm_count;
-    case 20: return 0;                         // compute mode: default
-    case 31: case 40: return 1;                // concurrent kernels, async engines
-    case 38: return 50 << 20;                  // L2
-    case 39: return 2048;                      // threads per SM
-    case 41: return 1;                         // unified addressing
-    case 75: return options.architecture / 10;
-    case 76: return options.architecture % 10;
-    case 81: return 233472;                    // shared memory per SM
-    case 82: return 65536;                     // registers per SM
-    case 83: case 89: return 1;
-    case 95: return 1;                         // cooperative launch
-    case 97: return 232448;                    // shared memory per block, opt in
-    case 106: return 32;                       // blocks per SM
-    case 111: return kReservedShared;          // reserved shared memory per block
-    case 115: case 119: return 1;              // memory pools, cluster launch
-    case 120: return 1;
-    case 125: return 1;                        // tensor map access
-    default: return 0;
+    case 1:
+      return 1024;  // threads per block
+    case 2:
+    case 3:
+      return 1024;  // block x, y
+    case 4:
+      return 64;  // block z
+    case 5:
+      return 0x7fffffff;  // grid x
+    case 6:
+    case 7:
+      return 65535;
+    case 8:
+      return 48 * 1024;  // shared memory per block
+    case 9:
+      return 65536;  // constant memory
+    case 10:
+      return 32;  // warp size
+    case 12:
+      return 65536;  // registers per block
+    case 13:
+      return 1'800'000;  // clock, kHz
+    case 14:
+      return 512;
+    case 16:
+      return options.sm_count;
+    case 20:
+      return 0;  // compute mode: default
+    case 31:
+    case 40:
+      return 1;  // concurrent kernels, async engines
+    case 38:
+      return 50 << 20;  // L2
+    case 39:
+      return 2048;  // threads per SM
+    case 41:
+      return 1;  // unified addressing
+    case 75:
+      return options.architecture / 10;
+    case 76:
+      return options.architecture % 10;
+    case 81:
+      return 233472;  // shared memory per SM
+    case 82:
+      return 65536;  // registers per SM
+    case 83:
+    case 89:
+      return 1;
+    case 95:
+      return 1;  // cooperative launch
+    case 97:
+      return 232448;  // shared memory per block, opt in
+    case 106:
+      return 32;  // blocks per SM
+    case 111:
+      return kReservedShared;  // reserved shared memory per block
+    case 115:
+    case 119:
+      return 1;  // memory pools, cluster launch
+    case 120:
+      return 1;
+    case 125:
+      return 1;  // tensor map access
+    default:
+      return 0;
   }
 }
 
@@ -139,14 +176,17 @@ EMULATOR_EXPORT CUresult cuDeviceGetCount(int* count) {
   return 0;
 }
 EMULATOR_EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) {
-  if (device == nullptr || ordinal != 0) return failure(Status::invalid_device, "cuDeviceGet: the emulator has one device, of ordinal 0");
+  if (device == nullptr || ordinal != 0)
+    return failure(Status::invalid_device, "cuDeviceGet: the emulator has one device, of ordinal 0");
   *device = 0;
   return 0;
 }
 EMULATOR_EXPORT CUresult cuDeviceGetName(char* name, int length, CUdevice) {
-  if (name == nullptr || length <= 0) return failure(Status::invalid_value, "cuDeviceGetName: name is a null pointer or has no room");
+  if (name == nullptr || length <= 0)
+    return failure(Status::invalid_value, "cuDeviceGetName: name is a null pointer or has no room");
   const int architecture = Device::get().options().architecture;
-  std::snprintf(name, static_cast<size_t>(length), "jax_fa4 emulated GPU (compute capability %d.%d)", architecture / 10, architecture % 10);
+  std::snprintf(name, static_cast<size_t>(length), "jax_fa4 emulated GPU (compute capability %d.%d)", architecture / 10,
+                architecture % 10);
   return 0;
 }
 EMULATOR_EXPORT CUresult cuDeviceGetUuid_v2(char* uuid, CUdevice) {
@@ -160,7 +200,8 @@ EMULATOR_EXPORT CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice) {
   return 0;
 }
 EMULATOR_EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
-  if (value == nullptr || device != 0) return failure(Status::invalid_value, "cuDeviceGetAttribute: value is a null pointer or the device is not 0");
+  if (value == nullptr || device != 0)
+    return failure(Status::invalid_value, "cuDeviceGetAttribute: value is a null pointer or the device is not 0");
   *value = device_attribute(attribute);
   return 0;
 }
@@ -226,12 +267,15 @@ EMULATOR_EXPORT CUresult cuGetErrorString(CUresult error, const char** text) {
 }
 
 EMULATOR_EXPORT CUresult cuGetProcAddress_v2(const char* name, void** function, int, uint64_t, int* found) {
-  if (name == nullptr || function == nullptr) return failure(Status::invalid_value, "cuGetProcAddress: an argument is a null pointer");
+  if (name == nullptr || function == nullptr)
+    return failure(Status::invalid_value, "cuGetProcAddress: an argument is a null pointer");
   *function = exported(name);
   if (found != nullptr) *found = *function == nullptr ? 1 : 0;
   if (*function != nullptr) return 0;
   return failure(Status::not_found, (std::string("the emulated driver has no function ") + name).c_str());
 }
-EMULATOR_EXPORT CUresult cuGetProcAddress(const char* name, void** function, int version, uint64_t flags) { return cuGetProcAddress_v2(name, function, version, flags, nullptr); }
+EMULATOR_EXPORT CUresult cuGetProcAddress(const char* name, void** function, int version, uint64_t flags) {
+  return cuGetProcAddress_v2(name, function, version, flags, nullptr);
+}
 
 }  // namespace jax_fa4::emulator

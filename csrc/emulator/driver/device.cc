@@ -22,11 +22,14 @@ bool target_runs_on(const std::string& name, int target, int architecture) {
   return target <= architecture;
 }
 
-std::string shape_text(const Dim3& d) { return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")"; }
+std::string shape_text(const Dim3& d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+}
 
 }  // namespace
 
-LoadedModule::LoadedModule(std::unique_ptr<Module> loaded, GlobalMemory& memory) : module(std::move(loaded)), memory_(memory) {
+LoadedModule::LoadedModule(std::unique_ptr<Module> loaded, GlobalMemory& memory)
+    : module(std::move(loaded)), memory_(memory) {
   for (const Variable& variable : module->variables) {
     void* address = nullptr;
     if (variable.space == Space::global || variable.space == Space::constant) {
@@ -103,15 +106,52 @@ void Device::register_ptx(const void* image, uint64_t bytes, std::string ptx) {
   registered_.push_back({std::move(key), std::move(ptx)});
 }
 
+namespace {
+
+constexpr uint32_t kFatWrapper = 0x466243b1, kFatBinary = 0xba55ed50;
+constexpr uint16_t kElfEntry = 2;
+
+template <class T>
+T value_at(const char* data, size_t offset) {
+  T value;
+  std::memcpy(&value, data + offset, sizeof value);
+  return value;
+}
+
+// The cubin inside of a fat binary: the first entry that is an uncompressed ELF image. Other data come back unchanged.
+const char* unwrap(const char* data) {
+  if (value_at<uint32_t>(data, 0) == kFatWrapper) data = value_at<const char*>(data, 8);
+  if (data == nullptr || value_at<uint32_t>(data, 0) != kFatBinary) return data;
+  const size_t header = value_at<uint16_t>(data, 6), end = header + value_at<uint64_t>(data, 8);
+  for (size_t at = header; at + 64 <= end;) {
+    const uint16_t kind = value_at<uint16_t>(data, at);
+    const uint32_t entry_header = value_at<uint32_t>(data, at + 4);
+    const uint64_t bytes = value_at<uint64_t>(data, at + 8);
+    const char* payload = data + at + entry_header;
+    if (kind == kElfEntry && std::memcmp(payload, "\177ELF", 4) == 0) return payload;
+    if (entry_header == 0 || bytes > end) break;
+    at += entry_header + bytes;
+  }
+  throw Fault(Status::invalid_image, "the fat binary holds no uncompressed cubin");
+}
+
+}  // namespace
+
 std::string Device::ptx_of(const void* image) const {
   if (image == nullptr) throw Fault(Status::invalid_value, "the image is a null pointer");
   const char* text = static_cast<const char*>(image);
-  if (std::memcmp(text, "\177ELF", 4) != 0) return text;
+  // Text is at least a directive and its closing zero long.
+  if (text[0] != '\0' && text[1] != '\0' && text[2] != '\0') text = unwrap(text);
+  if (text == nullptr) throw Fault(Status::invalid_image, "the fat binary is a null pointer");
+  if (std::strncmp(text, "\177ELF", 4) != 0) return text;
   std::lock_guard lock(mutex_);
   // The header holds the place of every section, so images of equal headers are of one size.
   for (const Registered& one : registered_)
-    if (one.image.size() >= kElfHeader && std::memcmp(text, one.image.data(), kElfHeader) == 0 && std::memcmp(text, one.image.data(), one.image.size()) == 0) return one.ptx;
-  throw Fault(Status::no_binary_for_gpu, "the emulator runs PTX: register the PTX text of this cubin first (jax_fa4_emulator_register_ptx)");
+    if (one.image.size() >= kElfHeader && std::memcmp(text, one.image.data(), kElfHeader) == 0 &&
+        std::memcmp(text, one.image.data(), one.image.size()) == 0)
+      return one.ptx;
+  throw Fault(Status::no_binary_for_gpu,
+              "the emulator runs PTX: register the PTX text of this cubin first (jax_fa4_emulator_register_ptx)");
 }
 
 LoadedModule* Device::load(const void* image) {
@@ -124,7 +164,9 @@ LoadedModule* Device::load(const void* image) {
   }
   const int architecture = options().architecture;
   if (!target_runs_on(module->target_name, module->target, architecture))
-    throw Fault(Status::no_binary_for_gpu, "the PTX is for " + module->target_name + ", the emulated device is of compute capability " + std::to_string(architecture / 10) + "." + std::to_string(architecture % 10));
+    throw Fault(Status::no_binary_for_gpu,
+                "the PTX is for " + module->target_name + ", the emulated device is of compute capability " +
+                    std::to_string(architecture / 10) + "." + std::to_string(architecture % 10));
   auto loaded = std::make_unique<LoadedModule>(std::move(module), memory);
   std::lock_guard lock(mutex_);
   LoadedModule* handle = loaded.get();
@@ -158,37 +200,63 @@ LoadedModule* Device::check_module(const void* handle) const {
 
 void Device::check_shape(const Kernel& kernel, const LaunchShape& shape) const {
   const Program& program = *kernel.program;
-  const auto refuse = [&](Status status, const std::string& text) { throw Fault(status, text + "; kernel " + program.name); };
-  if (shape.grid.product() == 0 || shape.block.product() == 0 || shape.cluster.product() == 0) refuse(Status::invalid_value, "grid, block and cluster dimensions must be positive: grid " + shape_text(shape.grid) + ", block " + shape_text(shape.block));
-  if (shape.grid.x > 0x7fffffffu || shape.grid.y > 65535 || shape.grid.z > 65535) refuse(Status::invalid_value, "grid " + shape_text(shape.grid) + " exceeds (2147483647, 65535, 65535)");
-  if (shape.block.product() > 1024 || shape.block.x > 1024 || shape.block.y > 1024 || shape.block.z > 64) refuse(Status::invalid_value, "block " + shape_text(shape.block) + " exceeds 1024 threads or (1024, 1024, 64)");
+  const auto refuse = [&](Status status, const std::string& text) {
+    throw Fault(status, text + "; kernel " + program.name);
+  };
+  if (shape.grid.product() == 0 || shape.block.product() == 0 || shape.cluster.product() == 0)
+    refuse(Status::invalid_value, "grid, block and cluster dimensions must be positive: grid " +
+                                      shape_text(shape.grid) + ", block " + shape_text(shape.block));
+  if (shape.grid.x > 0x7fffffffu || shape.grid.y > 65535 || shape.grid.z > 65535)
+    refuse(Status::invalid_value, "grid " + shape_text(shape.grid) + " exceeds (2147483647, 65535, 65535)");
+  if (shape.block.product() > 1024 || shape.block.x > 1024 || shape.block.y > 1024 || shape.block.z > 64)
+    refuse(Status::invalid_value, "block " + shape_text(shape.block) + " exceeds 1024 threads or (1024, 1024, 64)");
   if (shape.grid.product() > 0xffffffffu) refuse(Status::not_supported, "the emulator runs at most 4294967295 CTAs");
   const uint32_t* required = program.required_block;
-  if (required[0] != 0 && (required[0] != shape.block.x || required[1] != shape.block.y || required[2] != shape.block.z))
-    refuse(Status::invalid_value, "block " + shape_text(shape.block) + " is not the .reqntid " + shape_text({required[0], required[1], required[2]}) + " of the kernel");
-  if (program.max_threads != 0 && shape.block.product() > program.max_threads) refuse(Status::invalid_value, "block " + shape_text(shape.block) + " exceeds the .maxntid of the kernel, " + std::to_string(program.max_threads) + " threads");
+  if (required[0] != 0 &&
+      (required[0] != shape.block.x || required[1] != shape.block.y || required[2] != shape.block.z))
+    refuse(Status::invalid_value, "block " + shape_text(shape.block) + " is not the .reqntid " +
+                                      shape_text({required[0], required[1], required[2]}) + " of the kernel");
+  if (program.max_threads != 0 && shape.block.product() > program.max_threads)
+    refuse(Status::invalid_value, "block " + shape_text(shape.block) + " exceeds the .maxntid of the kernel, " +
+                                      std::to_string(program.max_threads) + " threads");
   const uint64_t shared = uint64_t{program.static_shared_bytes} + shape.dynamic_shared_bytes;
-  if (shared > kMaxShared) refuse(Status::invalid_value, std::to_string(shared) + " bytes of shared memory exceed the " + std::to_string(kMaxShared) + " of a CTA");
+  if (shared > kMaxShared)
+    refuse(Status::invalid_value,
+           std::to_string(shared) + " bytes of shared memory exceed the " + std::to_string(kMaxShared) + " of a CTA");
   if (static_cast<int64_t>(shape.dynamic_shared_bytes) > std::max(kernel.max_dynamic_shared, 48 * 1024))
-    refuse(Status::invalid_value, std::to_string(shape.dynamic_shared_bytes) + " bytes of dynamic shared memory exceed the kernel's " + std::to_string(kernel.max_dynamic_shared) + ": set CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES");
+    refuse(Status::invalid_value,
+           std::to_string(shape.dynamic_shared_bytes) + " bytes of dynamic shared memory exceed the kernel's " +
+               std::to_string(kernel.max_dynamic_shared) + ": set CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES");
   const uint64_t cluster = shape.cluster.product();
-  if (cluster > (kernel.nonportable_cluster ? 16u : 8u)) refuse(Status::invalid_cluster_size, "a cluster of " + std::to_string(cluster) + " CTAs exceeds " + (kernel.nonportable_cluster ? "16" : "8, or 16 with CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED"));
+  if (cluster > (kernel.nonportable_cluster ? 16u : 8u))
+    refuse(
+        Status::invalid_cluster_size,
+        "a cluster of " + std::to_string(cluster) + " CTAs exceeds " +
+            (kernel.nonportable_cluster ? "16" : "8, or 16 with CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED"));
   if (shape.grid.x % shape.cluster.x != 0 || shape.grid.y % shape.cluster.y != 0 || shape.grid.z % shape.cluster.z != 0)
-    refuse(Status::invalid_cluster_size, "grid " + shape_text(shape.grid) + " is not a multiple of cluster " + shape_text(shape.cluster));
+    refuse(Status::invalid_cluster_size,
+           "grid " + shape_text(shape.grid) + " is not a multiple of cluster " + shape_text(shape.cluster));
 }
 
-void Device::launch(const Kernel& kernel, const LaunchShape& given, void* const* params, const void* block, uint64_t block_bytes) {
+void Device::launch(const Kernel& kernel, const LaunchShape& given, void* const* params, const void* block,
+                    uint64_t block_bytes) {
   const Program& program = *kernel.program;
   LaunchShape shape = given;
-  if (program.required_cluster[0] != 0) shape.cluster = {program.required_cluster[0], program.required_cluster[1], program.required_cluster[2]};
+  if (program.required_cluster[0] != 0)
+    shape.cluster = {program.required_cluster[0], program.required_cluster[1], program.required_cluster[2]};
   check_shape(kernel, shape);
   std::vector<uint8_t> bytes(program.param_bytes + 1, 0);
   if (block != nullptr) {
-    if (block_bytes != program.param_bytes) throw Fault(Status::invalid_value, "the parameter block has " + std::to_string(block_bytes) + " bytes, kernel " + program.name + " takes " + std::to_string(program.param_bytes));
+    if (block_bytes != program.param_bytes)
+      throw Fault(Status::invalid_value, "the parameter block has " + std::to_string(block_bytes) + " bytes, kernel " +
+                                             program.name + " takes " + std::to_string(program.param_bytes));
     std::memcpy(bytes.data(), block, block_bytes);
   } else {
     for (size_t i = 0; i < program.params.size(); i++) {
-      if (params == nullptr || params[i] == nullptr) throw Fault(Status::invalid_value, "parameter " + std::to_string(i) + " of " + std::to_string(program.params.size()) + " is missing; kernel " + program.name);
+      if (params == nullptr || params[i] == nullptr)
+        throw Fault(Status::invalid_value, "parameter " + std::to_string(i) + " of " +
+                                               std::to_string(program.params.size()) + " is missing; kernel " +
+                                               program.name);
       std::memcpy(bytes.data() + program.params[i].offset, params[i], program.params[i].bytes);
     }
   }

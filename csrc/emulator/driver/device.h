@@ -1,4 +1,5 @@
-// The emulated device behind the driver API: memory, loaded modules, launches. One per process, safe to use from many threads.
+// The emulated device behind the driver API: memory, loaded modules, launches. One per process, safe to use from many
+// threads.
 #pragma once
 
 #include <deque>
@@ -57,7 +58,8 @@ class Device {
   Kernel* check_kernel(const void* handle) const;
   LoadedModule* check_module(const void* handle) const;
   // `params`: one pointer for each parameter, or null with `block` and `block_bytes` for all of them.
-  void launch(const Kernel& kernel, const LaunchShape& shape, void* const* params, const void* block, uint64_t block_bytes);
+  void launch(const Kernel& kernel, const LaunchShape& shape, void* const* params, const void* block,
+              uint64_t block_bytes);
 
   // The PTX text that stands for a cubin.
   void register_ptx(const void* image, uint64_t bytes, std::string ptx);

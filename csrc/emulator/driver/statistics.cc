@@ -1,5 +1,5 @@
-// Counts of a launch as JSON. Instructions are grouped by warp (a role is a set of warps) and by the innermost loop that holds
-// them: a loop is what lies between a label and the last branch back to it.
+// Counts of a launch as JSON. Instructions are grouped by warp (a role is a set of warps) and by the innermost loop
+// that holds them: a loop is what lies between a label and the last branch back to it.
 #include <map>
 
 #include "device.h"
@@ -16,7 +16,8 @@ std::vector<Loop> loops_of(const Program& program) {
   std::map<size_t, size_t> last;  // by first
   for (size_t pc = 0; pc < program.code.size(); pc++) {
     const int32_t target = program.code[pc].kind == Class::branch ? program.code[pc].target : -1;
-    if (target >= 0 && static_cast<size_t>(target) <= pc) last[static_cast<size_t>(target)] = std::max(last[static_cast<size_t>(target)], pc);
+    if (target >= 0 && static_cast<size_t>(target) <= pc)
+      last[static_cast<size_t>(target)] = std::max(last[static_cast<size_t>(target)], pc);
   }
   std::vector<Loop> loops;
   for (const auto& [first, end] : last) loops.push_back({first, end});
@@ -29,19 +30,25 @@ std::vector<int> innermost(const Program& program, const std::vector<Loop>& loop
   for (size_t i = 0; i < loops.size(); i++)
     for (size_t pc = loops[i].first; pc <= loops[i].last; pc++) {
       const int old = inner[pc];
-      if (old < 0 || loops[static_cast<size_t>(old)].last - loops[static_cast<size_t>(old)].first > loops[i].last - loops[i].first) inner[pc] = static_cast<int>(i);
+      if (old < 0 ||
+          loops[static_cast<size_t>(old)].last - loops[static_cast<size_t>(old)].first > loops[i].last - loops[i].first)
+        inner[pc] = static_cast<int>(i);
     }
   return inner;
 }
 
-std::string number(const char* name, uint64_t value) { return std::string("\"") + name + "\": " + std::to_string(value); }
+std::string number(const char* name, uint64_t value) {
+  return std::string("\"") + name + "\": " + std::to_string(value);
+}
 std::string triple(const char* name, const uint32_t* value) {
-  return std::string("\"") + name + "\": [" + std::to_string(value[0]) + ", " + std::to_string(value[1]) + ", " + std::to_string(value[2]) + "]";
+  return std::string("\"") + name + "\": [" + std::to_string(value[0]) + ", " + std::to_string(value[1]) + ", " +
+         std::to_string(value[2]) + "]";
 }
 
 // One region (a loop, or the code outside of loops) of one warp.
 std::string region_json(const uint64_t* by_class, uint64_t waited, size_t warp, const std::string& lines) {
-  std::string text = "{" + number("warp", warp) + ", \"lines\": " + lines + ", " + number("waits", waited) + ", \"instructions\": {";
+  std::string text =
+      "{" + number("warp", warp) + ", \"lines\": " + lines + ", " + number("waits", waited) + ", \"instructions\": {";
   bool first = true;
   for (int kind = 0; kind < kClasses; kind++) {
     if (by_class[kind] == 0) continue;
@@ -69,7 +76,8 @@ std::string regions_json(const Statistics& counts, const Program& program) {
       std::string lines = "null";
       if (region >= 0) {
         const Loop& loop = loops[static_cast<size_t>(region)];
-        lines = "[" + std::to_string(program.code[loop.first].line) + ", " + std::to_string(program.code[loop.last].line) + "]";
+        lines = "[" + std::to_string(program.code[loop.first].line) + ", " +
+                std::to_string(program.code[loop.last].line) + "]";
       }
       text += (text.empty() ? "" : ",\n  ") + region_json(by_class, waited, warp, lines);
     }
@@ -79,13 +87,19 @@ std::string regions_json(const Statistics& counts, const Program& program) {
 }  // namespace
 
 std::string statistics_json(const Statistics& counts, const Program& program) {
-  std::string text = "{\"kernel\": \"" + counts.kernel + "\", " + triple("grid", counts.grid) + ", " + triple("block", counts.block) + ", " + triple("cluster", counts.cluster);
-  text += ", " + number("warp_instructions", counts.warp_instructions) + ", " + number("asynchronous_events", counts.events);
-  text += ", \"seconds\": " + std::to_string(counts.seconds) + ", " + number("multiply_adds", counts.multiply_adds) + ", " + number("bank_conflicts", counts.bank_conflicts);
-  text += ",\n \"bytes\": {" + number("global_read", counts.global_read) + ", " + number("global_written", counts.global_written) + ", " +
-          number("shared_read", counts.shared_read) + ", " + number("shared_written", counts.shared_written) + ", " + number("tensor_copy_in", counts.tensor_copy_in) + ", " +
-          number("tensor_copy_out", counts.tensor_copy_out) + ", " + number("bulk_in", counts.bulk_in) + ", " + number("bulk_out", counts.bulk_out) + ", " + number("peer", counts.peer) + ", " +
-          number("matrix_shared_read", counts.matrix_shared_read) + ", " + number("tensor_memory_read", counts.tensor_memory_read) + ", " +
+  std::string text = "{\"kernel\": \"" + counts.kernel + "\", " + triple("grid", counts.grid) + ", " +
+                     triple("block", counts.block) + ", " + triple("cluster", counts.cluster);
+  text += ", " + number("warp_instructions", counts.warp_instructions) + ", " +
+          number("asynchronous_events", counts.events);
+  text += ", \"seconds\": " + std::to_string(counts.seconds) + ", " + number("multiply_adds", counts.multiply_adds) +
+          ", " + number("bank_conflicts", counts.bank_conflicts);
+  text += ",\n \"bytes\": {" + number("global_read", counts.global_read) + ", " +
+          number("global_written", counts.global_written) + ", " + number("shared_read", counts.shared_read) + ", " +
+          number("shared_written", counts.shared_written) + ", " + number("tensor_copy_in", counts.tensor_copy_in) +
+          ", " + number("tensor_copy_out", counts.tensor_copy_out) + ", " + number("bulk_in", counts.bulk_in) + ", " +
+          number("bulk_out", counts.bulk_out) + ", " + number("peer", counts.peer) + ", " +
+          number("matrix_shared_read", counts.matrix_shared_read) + ", " +
+          number("tensor_memory_read", counts.tensor_memory_read) + ", " +
           number("tensor_memory_written", counts.tensor_memory_written) + "}";
   return text + ",\n \"regions\": [" + regions_json(counts, program) + "]}";
 }

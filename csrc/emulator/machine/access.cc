@@ -45,13 +45,17 @@ void set_written(const GlobalMemory::Range& range, uint64_t address, uint64_t by
 uint8_t* resolve_global(Cta& cta, uint64_t address, uint64_t bytes, bool writes, const char* what) {
   const GlobalMemory::Range& range = cta.scheduler().find_global(address, bytes);
   if (range.end == 0)
-    throw Fault(Status::illegal_address, std::string(what) + " of " + std::to_string(bytes) + " bytes touches global memory at " + hex(address) + ", which belongs to no allocation");
+    throw Fault(Status::illegal_address, std::string(what) + " of " + std::to_string(bytes) +
+                                             " bytes touches global memory at " + hex(address) +
+                                             ", which belongs to no allocation");
   if (writes) {
     set_written(range, address, bytes);
     cta.scheduler().counts.global_written += bytes;
   } else {
     if (cta.grid().options.check_uninitialized && !all_written(range, address, bytes))
-      throw Fault(Status::launch_failed, std::string(what) + " reads global memory at " + hex(address) + " (byte " + std::to_string(address - range.begin) + " of its allocation), which was never written");
+      throw Fault(Status::launch_failed, std::string(what) + " reads global memory at " + hex(address) + " (byte " +
+                                             std::to_string(address - range.begin) +
+                                             " of its allocation), which was never written");
     cta.scheduler().counts.global_read += bytes;
   }
   return reinterpret_cast<uint8_t*>(address);
@@ -62,39 +66,57 @@ SharedPlace resolve_shared(Warp& warp, uint64_t address, uint32_t bytes, const c
   const uint64_t rank = address >> kRankShift;
   const uint32_t offset = static_cast<uint32_t>(address) & kOffsetMask;
   Cluster& cluster = warp.cta.cluster;
-  if (rank >= cluster.ctas.size()) throw Fault(Status::illegal_address, std::string(what) + " names shared address " + hex(address) + ": the cluster has no CTA of rank " + std::to_string(rank));
+  if (rank >= cluster.ctas.size())
+    throw Fault(Status::illegal_address, std::string(what) + " names shared address " + hex(address) +
+                                             ": the cluster has no CTA of rank " + std::to_string(rank));
   Cta& cta = *cluster.ctas[rank];
   if (!cta.shared.contains(offset, bytes) || offset < kReservedShared)
-    throw Fault(Status::illegal_address, std::string(what) + " of " + std::to_string(bytes) + " bytes at shared address " + hex(address) + " is outside of the CTA's " + std::to_string(cta.shared.size() - kReservedShared) + " bytes, which start at 0x400");
-  if (&cta != &warp.cta && cta.warps_left == 0) throw Fault(Status::illegal_address, std::string(what) + " reaches shared memory of " + cta_name(cta) + ", which has exited");
+    throw Fault(Status::illegal_address, std::string(what) + " of " + std::to_string(bytes) +
+                                             " bytes at shared address " + hex(address) + " is outside of the CTA's " +
+                                             std::to_string(cta.shared.size() - kReservedShared) +
+                                             " bytes, which start at 0x400");
+  if (&cta != &warp.cta && cta.warps_left == 0)
+    throw Fault(Status::illegal_address,
+                std::string(what) + " reaches shared memory of " + cta_name(cta) + ", which has exited");
   return {&cta, offset};
 }
 
 Place resolve(Warp& warp, Space space, uint64_t address, uint32_t bytes, uint32_t align, int lane, bool writes) {
   const char* what = writes ? "a store" : "a load";
-  if (align > 1 && address % align != 0) throw Fault(Status::misaligned_address, std::string(what) + " of " + std::to_string(align) + " bytes at address " + hex(address) + in_lane(lane) + " is not aligned");
+  if (align > 1 && address % align != 0)
+    throw Fault(Status::misaligned_address, std::string(what) + " of " + std::to_string(align) + " bytes at address " +
+                                                hex(address) + in_lane(lane) + " is not aligned");
   if (space == Space::generic) {
-    if (address >= kSharedWindow && address < kSharedWindow + (uint64_t{1} << 32)) space = Space::shared_cluster;
-    else if (address >= kLocalWindow && address < kLocalWindow + (uint64_t{1} << 32)) space = Space::local;
-    else space = Space::global;
+    if (address >= kSharedWindow && address < kSharedWindow + (uint64_t{1} << 32))
+      space = Space::shared_cluster;
+    else if (address >= kLocalWindow && address < kLocalWindow + (uint64_t{1} << 32))
+      space = Space::local;
+    else
+      space = Space::global;
   }
   Place place;
   switch (space) {
     case Space::shared:
     case Space::shared_cluster: {
       const SharedPlace shared = resolve_shared(warp, address, bytes, what);
-      if (space == Space::shared && shared.cta != &warp.cta) throw Fault(Status::illegal_address, std::string(what) + in_lane(lane) + " with .shared::cta names shared memory of another CTA (" + hex(address) + ")");
+      if (space == Space::shared && shared.cta != &warp.cta)
+        throw Fault(Status::illegal_address, std::string(what) + in_lane(lane) +
+                                                 " with .shared::cta names shared memory of another CTA (" +
+                                                 hex(address) + ")");
       return {shared.cta->shared.data() + shared.offset, shared.cta, shared.offset, false};
     }
     case Space::local: {
       const uint64_t offset = address >= kLocalWindow ? address - kLocalWindow : address;
       const uint64_t size = warp.cta.grid().program.local_bytes;
-      if (offset + bytes > size) throw Fault(Status::illegal_address, std::string(what) + in_lane(lane) + " is outside of the thread's " + std::to_string(size) + " bytes of local memory");
+      if (offset + bytes > size)
+        throw Fault(Status::illegal_address, std::string(what) + in_lane(lane) + " is outside of the thread's " +
+                                                 std::to_string(size) + " bytes of local memory");
       place.data = warp.local.data() + static_cast<uint64_t>(lane) * size + offset;
       return place;
     }
     case Space::param:
-    default: break;
+    default:
+      break;
   }
   const uint64_t params = reinterpret_cast<uint64_t>(warp.cta.grid().params);
   const uint64_t param_bytes = warp.cta.grid().program.param_bytes;
@@ -102,7 +124,9 @@ Place resolve(Warp& warp, Space space, uint64_t address, uint32_t bytes, uint32_
     place.data = reinterpret_cast<uint8_t*>(address);
     return place;
   }
-  if (space == Space::param) throw Fault(Status::illegal_address, std::string(what) + in_lane(lane) + " is outside of the " + std::to_string(param_bytes) + " bytes of parameters");
+  if (space == Space::param)
+    throw Fault(Status::illegal_address, std::string(what) + in_lane(lane) + " is outside of the " +
+                                             std::to_string(param_bytes) + " bytes of parameters");
   place.data = resolve_global(warp.cta, address, bytes, writes, what);
   place.is_global = true;
   return place;

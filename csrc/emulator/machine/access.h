@@ -7,12 +7,13 @@ namespace jax_fa4::emulator {
 
 struct Place {
   uint8_t* data = nullptr;
-  Cta* owner = nullptr;   // of shared memory; null: another space
-  uint32_t offset = 0;    // in shared memory
+  Cta* owner = nullptr;  // of shared memory; null: another space
+  uint32_t offset = 0;   // in shared memory
   bool is_global = false;
 };
 
-// The place of `bytes` at `address` as `lane` sees it. Throws a Fault that names the lane for a bad one. `align` 0: not checked.
+// The place of `bytes` at `address` as `lane` sees it. Throws a Fault that names the lane for a bad one. `align` 0: not
+// checked.
 Place resolve(Warp& warp, Space space, uint64_t address, uint32_t bytes, uint32_t align, int lane, bool writes);
 
 // The shared memory at an address of the shared window (any CTA of the cluster). `what` names the operand.

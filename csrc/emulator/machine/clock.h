@@ -1,6 +1,6 @@
 // Vector clocks: what has happened before what. Every warp is an agent; so is every stream of asynchronous work (the
-// copies that complete on one barrier, the bulk groups of a warp, a tensor-core pipe). An access is stamped with its agent
-// and that agent's time; it happened before an agent's next action if the agent's clock has reached the stamp.
+// copies that complete on one barrier, the bulk groups of a warp, a tensor-core pipe). An access is stamped with its
+// agent and that agent's time; it happened before an agent's next action if the agent's clock has reached the stamp.
 #pragma once
 
 #include <algorithm>

@@ -8,7 +8,10 @@
 namespace jax_fa4::emulator {
 
 Cta::Cta(Cluster& owner, uint32_t cta_rank, Dim3 cta_index)
-    : cluster(owner), rank(cta_rank), index(cta_index), shared(owner.grid.shared_bytes, owner.grid.options.check_races) {
+    : cluster(owner),
+      rank(cta_rank),
+      index(cta_index),
+      shared(owner.grid.shared_bytes, owner.grid.options.check_races) {
   if (owner.grid.options.architecture >= 100) tensor = std::make_unique<TensorMemory>(owner.grid.options.check_races);
 }
 
@@ -35,8 +38,9 @@ void Cta::arrive(uint32_t offset, int64_t arrivals, int64_t bytes, const Knowled
   barrier.last_arrival = who;
   scheduler().progress();
   if (barrier.pending < 0)
-    throw Fault(Status::launch_failed, "the mbarrier at " + shared_name(*this, offset) + " gets more arrivals in phase " +
-                                           std::to_string(barrier.phase) + " than the " + std::to_string(barrier.expected) + " it expects");
+    throw Fault(Status::launch_failed, "the mbarrier at " + shared_name(*this, offset) +
+                                           " gets more arrivals in phase " + std::to_string(barrier.phase) +
+                                           " than the " + std::to_string(barrier.expected) + " it expects");
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   barrier.phase++;
   barrier.pending = barrier.expected;
@@ -62,24 +66,29 @@ void Cta::write_shared(uint32_t offset, uint32_t bytes, const Actor& actor, cons
 
 void Cta::atomic_shared(uint32_t offset, uint32_t bytes, const Actor& actor) {
   const Conflict conflict = shared.read(offset, bytes, actor);
-  if (conflict.kind == Conflict::Kind::uninitialized) report_shared_conflict(*this, conflict, actor, "an atomic operation");
+  if (conflict.kind == Conflict::Kind::uninitialized)
+    report_shared_conflict(*this, conflict, actor, "an atomic operation");
   shared.write(offset, bytes, actor);
 }
 
-// ------------------------------------------------------------------------------------------------------------- clusters
+// -------------------------------------------------------------------------------------------------------------
+// clusters
 
-Cluster::Cluster(Grid& owner, Scheduler& runs_on, uint64_t cluster_number) : grid(owner), scheduler(runs_on), number(cluster_number) {
+Cluster::Cluster(Grid& owner, Scheduler& runs_on, uint64_t cluster_number)
+    : grid(owner), scheduler(runs_on), number(cluster_number) {
   new_agent("nobody");
   const Dim3 size = grid.shape.cluster;
   const Dim3 at = grid.cluster_index(number);
   for (uint32_t rank = 0; rank < size.product(); rank++) {
     const Dim3 in_cluster{rank % size.x, rank / size.x % size.y, rank / size.x / size.y};
-    ctas.push_back(std::make_unique<Cta>(*this, rank, Dim3{at.x * size.x + in_cluster.x, at.y * size.y + in_cluster.y, at.z * size.z + in_cluster.z}));
+    ctas.push_back(std::make_unique<Cta>(
+        *this, rank, Dim3{at.x * size.x + in_cluster.x, at.y * size.y + in_cluster.y, at.z * size.z + in_cluster.z}));
     Cta& cta = *ctas.back();
     for (int w = 0; w < grid.warps_per_cta; w++) {
       const int threads = grid.threads_per_cta - w * kLanes;
       cta.warps.push_back(std::make_unique<Warp>(cta, w, threads >= kLanes ? 0xffffffffu : (1u << threads) - 1));
-      cta.warps.back()->agent = new_agent("warp " + std::to_string(w) + (size.product() > 1 ? " of CTA rank " + std::to_string(rank) : ""));
+      cta.warps.back()->agent =
+          new_agent("warp " + std::to_string(w) + (size.product() > 1 ? " of CTA rank " + std::to_string(rank) : ""));
     }
     cta.warps_left = grid.warps_per_cta;
     cta.free_registers = 65536 - grid.launch_registers * grid.warps_per_cta * kLanes;

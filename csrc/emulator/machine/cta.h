@@ -27,26 +27,26 @@ struct Dim3 {
 
 // An mbarrier object. A phase ends when neither arrivals nor bytes are pending.
 struct MemoryBarrier {
-  uint32_t expected = 0;      // arrivals a phase
-  int64_t pending = 0;        // arrivals left
-  int64_t bytes = 0;          // transaction count left; negative if bytes came before they were expected
-  uint64_t phase = 0;         // phases completed
-  Knowledge arrived;          // what those who arrived in this phase knew
-  Knowledge completed;        // of the phases that ended
-  std::string last_arrival;   // for reports
-  Agent channel = 0;          // of asynchronous work that completes here; 0: none yet
+  uint32_t expected = 0;     // arrivals a phase
+  int64_t pending = 0;       // arrivals left
+  int64_t bytes = 0;         // transaction count left; negative if bytes came before they were expected
+  uint64_t phase = 0;        // phases completed
+  Knowledge arrived;         // what those who arrived in this phase knew
+  Knowledge completed;       // of the phases that ended
+  std::string last_arrival;  // for reports
+  Agent channel = 0;         // of asynchronous work that completes here; 0: none yet
 };
 
 // bar.sync and friends: ids 0..15.
 struct NamedBarrier {
-  uint32_t expected = 0;      // threads; 0: idle
+  uint32_t expected = 0;  // threads; 0: idle
   uint32_t arrived = 0;
   uint64_t generation = 0;
-  Knowledge knowledge;        // of this generation
-  Knowledge completed;        // of the last
-  uint32_t reduction = 0;     // bar.red, of this generation
-  uint32_t result = 0;        // of the last
-  uint32_t line = 0;          // of the first arrival
+  Knowledge knowledge;     // of this generation
+  Knowledge completed;     // of the last
+  uint32_t reduction = 0;  // bar.red, of this generation
+  uint32_t result = 0;     // of the last
+  uint32_t line = 0;       // of the first arrival
 };
 
 class Cta {
@@ -54,10 +54,10 @@ class Cta {
   Cta(Cluster& cluster, uint32_t rank, Dim3 index);
 
   Cluster& cluster;
-  const uint32_t rank;   // in the cluster
-  const Dim3 index;      // ctaid
+  const uint32_t rank;  // in the cluster
+  const Dim3 index;     // ctaid
   SharedMemory shared;
-  std::unique_ptr<TensorMemory> tensor;  // from 10.0 on
+  std::unique_ptr<TensorMemory> tensor;         // from 10.0 on
   std::map<uint32_t, MemoryBarrier> mbarriers;  // by offset
   NamedBarrier barriers[16];
   std::vector<std::unique_ptr<Warp>> warps;
@@ -104,6 +104,7 @@ class Cluster {
   const std::string& agent_name(Agent agent) const { return agent_names_[agent]; }
   // The next time of an agent that is no warp.
   uint32_t tick(Agent agent) { return ++agent_times_[agent]; }
+  uint32_t time_of(Agent agent) const { return agent_times_[agent]; }
   // What was known at flags in global or shared memory that this cluster's warps synchronise through.
   std::unordered_map<uint64_t, Knowledge> flags;
   bool finished() const { return ctas_left == 0 && pending_events == 0; }

@@ -1,5 +1,5 @@
-// Barriers of a CTA and of a cluster, mbarriers, register budgets. Source: PTX ISA, "barrier", "barrier.cluster", "mbarrier",
-// "setmaxnreg", "griddepcontrol".
+// Barriers of a CTA and of a cluster, mbarriers, register budgets. Source: PTX ISA, "barrier", "barrier.cluster",
+// "mbarrier", "setmaxnreg", "griddepcontrol".
 #include <algorithm>
 #include <bit>
 
@@ -20,15 +20,20 @@ std::string who(const Warp& warp, const Instruction& i) {
 
 // One warp arrives; counts all its threads, as the hardware does. True if that ends the generation.
 bool arrive_at(Warp& warp, const Instruction& i, uint32_t id, NamedBarrier& barrier) {
-  const uint32_t expected = i.flags != 0 ? warp.source(i.b)[std::countr_zero(warp.current.lanes)] : static_cast<uint32_t>((warp.cta.grid().threads_per_cta + kLanes - 1) / kLanes * kLanes);
+  const uint32_t expected =
+      i.flags != 0 ? warp.source(i.b)[std::countr_zero(warp.current.lanes)]
+                   : static_cast<uint32_t>((warp.cta.grid().threads_per_cta + kLanes - 1) / kLanes * kLanes);
   if (expected == 0 || expected % kLanes != 0 || expected > 1024)
-    throw Fault(Status::launch_failed, "barrier " + std::to_string(id) + " expects " + std::to_string(expected) + " threads: the number must be a multiple of 32 up to 1024");
+    throw Fault(Status::launch_failed, "barrier " + std::to_string(id) + " expects " + std::to_string(expected) +
+                                           " threads: the number must be a multiple of 32 up to 1024");
   if (barrier.expected == 0) {
     barrier.expected = expected;
     barrier.line = i.line;
   }
   if (barrier.expected != expected)
-    throw Fault(Status::launch_failed, "barrier " + std::to_string(id) + " is used with " + std::to_string(expected) + " threads while it waits for " + std::to_string(barrier.expected) + " (first arrival in PTX line " + std::to_string(barrier.line) + ")");
+    throw Fault(Status::launch_failed, "barrier " + std::to_string(id) + " is used with " + std::to_string(expected) +
+                                           " threads while it waits for " + std::to_string(barrier.expected) +
+                                           " (first arrival in PTX line " + std::to_string(barrier.line) + ")");
   barrier.arrived += kLanes;
   warp.release_into(barrier.knowledge);
   warp.cta.scheduler().progress();
@@ -56,7 +61,8 @@ void reduce_into(Warp& warp, const Instruction& i, uint32_t lanes, NamedBarrier&
 EMULATOR_HANDLER(execute_barrier) {
   if (!warp.converged(0xffffffffu, lanes)) return warp.block({Wait::Kind::reconvergence, 0xffffffffu});
   const uint32_t id = warp.source(i.a)[std::countr_zero(lanes)];
-  if (id >= 16) throw Fault(Status::launch_failed, "barrier " + std::to_string(id) + " does not exist: a CTA has barriers 0 to 15");
+  if (id >= 16)
+    throw Fault(Status::launch_failed, "barrier " + std::to_string(id) + " does not exist: a CTA has barriers 0 to 15");
   NamedBarrier& barrier = warp.cta.barriers[id];
   if (!warp.barrier_waiting) {
     if (i.mode >= 2) reduce_into(warp, i, lanes, barrier);
@@ -72,8 +78,10 @@ EMULATOR_HANDLER(execute_barrier) {
   if (i.mode < 2) return Flow::next;
   uint32_t result[kLanes];
   std::fill(result, result + kLanes, barrier.result);
-  if (i.mode == 2) warp.write(i.d, result, 1, lanes);
-  else warp.write_predicate(i.p, barrier.result != 0 ? 0xffffffffu : 0, lanes);
+  if (i.mode == 2)
+    warp.write(i.d, result, 1, lanes);
+  else
+    warp.write_predicate(i.p, barrier.result != 0 ? 0xffffffffu : 0, lanes);
   return Flow::next;
 }
 
@@ -82,7 +90,8 @@ EMULATOR_HANDLER(execute_cluster_barrier) {
   if (!warp.converged(0xffffffffu, lanes)) return warp.block({Wait::Kind::reconvergence, 0xffffffffu});
   Cluster& cluster = warp.cta.cluster;
   if (i.mode == 0) {
-    if (warp.cluster_arrived) throw Fault(Status::launch_failed, "a warp arrives at the cluster barrier twice without waiting for it");
+    if (warp.cluster_arrived)
+      throw Fault(Status::launch_failed, "a warp arrives at the cluster barrier twice without waiting for it");
     warp.cluster_arrived = true;
     warp.cluster_phase = cluster.barrier_phase;
     warp.release_into(cluster.barrier_knowledge);
@@ -90,20 +99,23 @@ EMULATOR_HANDLER(execute_cluster_barrier) {
     cluster.check_barrier();
     return Flow::next;
   }
-  if (!warp.cluster_arrived) throw Fault(Status::launch_failed, "a warp waits for the cluster barrier at which it has not arrived");
+  if (!warp.cluster_arrived)
+    throw Fault(Status::launch_failed, "a warp waits for the cluster barrier at which it has not arrived");
   if (cluster.barrier_phase == warp.cluster_phase) return warp.block({Wait::Kind::cluster_barrier, 0});
   warp.cluster_arrived = false;
   warp.acquire(cluster.barrier_completed);
   return Flow::next;
 }
 
-// ------------------------------------------------------------------------------------------------------------- mbarriers
+// -------------------------------------------------------------------------------------------------------------
+// mbarriers
 
 namespace {
 
 SharedPlace barrier_place(Warp& warp, const Instruction& i, int lane) {
   const uint64_t address = warp.address(i, lane);
-  if (address % 8 != 0) throw Fault(Status::misaligned_address, "the mbarrier at " + hex(address) + " is not aligned to 8 bytes");
+  if (address % 8 != 0)
+    throw Fault(Status::misaligned_address, "the mbarrier at " + hex(address) + " is not aligned to 8 bytes");
   return resolve_shared(warp, address, 8, "an mbarrier operation");
 }
 
@@ -114,7 +126,9 @@ EMULATOR_HANDLER(execute_mbarrier_init) {
     if (((lanes >> lane) & 1) == 0) continue;
     const SharedPlace place = barrier_place(warp, i, lane);
     const int64_t count = warp.source(i.b)[lane];
-    if (count < 1 || count > kMaxArrivals) throw Fault(Status::launch_failed, "an mbarrier is initialised for " + std::to_string(count) + " arrivals: accepted are 1 to " + std::to_string(kMaxArrivals));
+    if (count < 1 || count > kMaxArrivals)
+      throw Fault(Status::launch_failed, "an mbarrier is initialised for " + std::to_string(count) +
+                                             " arrivals: accepted are 1 to " + std::to_string(kMaxArrivals));
     place.cta->write_shared(place.offset, 8, actor_of(warp), "mbarrier.init");
     MemoryBarrier& barrier = place.cta->mbarriers[place.offset];
     const Agent channel = barrier.channel;
@@ -195,7 +209,8 @@ EMULATOR_HANDLER(execute_mbarrier_wait) {
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const SharedPlace place = barrier_place(warp, i, lane);
-    if (place.cta != &warp.cta) throw Fault(Status::illegal_address, "an mbarrier of another CTA can be arrived at, but not waited for");
+    if (place.cta != &warp.cta)
+      throw Fault(Status::illegal_address, "an mbarrier of another CTA can be arrived at, but not waited for");
     MemoryBarrier& barrier = place.cta->mbarrier(place.offset);
     if (phase_ended(barrier, warp, i, lane)) {
       ended |= 1u << lane;
@@ -231,9 +246,11 @@ EMULATOR_HANDLER(execute_set_registers) {
   const int wanted = static_cast<int>(i.immediate);
   const int change = (wanted - warp.registers_per_thread) * kLanes;
   if (i.mode == 0 && wanted > warp.registers_per_thread)
-    throw Fault(Status::launch_failed, "setmaxnreg.dec to " + std::to_string(wanted) + " registers, but the warp has " + std::to_string(warp.registers_per_thread));
+    throw Fault(Status::launch_failed, "setmaxnreg.dec to " + std::to_string(wanted) + " registers, but the warp has " +
+                                           std::to_string(warp.registers_per_thread));
   if (i.mode == 1 && wanted < warp.registers_per_thread)
-    throw Fault(Status::launch_failed, "setmaxnreg.inc to " + std::to_string(wanted) + " registers, but the warp has " + std::to_string(warp.registers_per_thread));
+    throw Fault(Status::launch_failed, "setmaxnreg.inc to " + std::to_string(wanted) + " registers, but the warp has " +
+                                           std::to_string(warp.registers_per_thread));
   if (change > warp.cta.free_registers) return warp.block({Wait::Kind::registers, 0});
   warp.cta.free_registers -= change;
   warp.registers_per_thread = wanted;
@@ -243,8 +260,6 @@ EMULATOR_HANDLER(execute_set_registers) {
 }
 
 // Launches follow each other one by one, so what came before is always complete.
-EMULATOR_HANDLER(execute_dependency) {
-  return Flow::next;
-}
+EMULATOR_HANDLER(execute_dependency) { return Flow::next; }
 
 }  // namespace jax_fa4::emulator

@@ -1,5 +1,5 @@
-// Branches, exits, and what the lanes of a warp do together: shuffles, votes, matches, elections. Source: PTX ISA, "Control
-// Flow Instructions", "shfl.sync", "vote.sync", "match.sync", "redux.sync", "elect.sync".
+// Branches, exits, and what the lanes of a warp do together: shuffles, votes, matches, elections. Source: PTX ISA,
+// "Control Flow Instructions", "shfl.sync", "vote.sync", "match.sync", "redux.sync", "elect.sync".
 #include <algorithm>
 #include <bit>
 
@@ -19,7 +19,9 @@ EMULATOR_HANDLER(execute_branch_indexed) {
   const std::vector<int32_t>& targets = warp.cta.grid().program.branch_tables[static_cast<size_t>(i.immediate)];
   const uint32_t* index = warp.source(i.a);
   const uint32_t first = index[std::countr_zero(lanes)];
-  if (first >= targets.size()) throw Fault(Status::launch_failed, "brx.idx takes index " + std::to_string(first) + " of " + std::to_string(targets.size()) + " targets");
+  if (first >= targets.size())
+    throw Fault(Status::launch_failed,
+                "brx.idx takes index " + std::to_string(first) + " of " + std::to_string(targets.size()) + " targets");
   uint32_t same = 0;
   for (int lane = 0; lane < kLanes; lane++)
     if (((lanes >> lane) & 1) != 0 && index[lane] == first) same |= 1u << lane;
@@ -44,9 +46,7 @@ EMULATOR_HANDLER(execute_trap) {
   throw Fault(Status::launch_failed, "the kernel trapped in lane " + std::to_string(std::countr_zero(lanes)));
 }
 
-EMULATOR_HANDLER(execute_nothing) {
-  return Flow::next;
-}
+EMULATOR_HANDLER(execute_nothing) { return Flow::next; }
 
 EMULATOR_HANDLER(execute_yield) {
   warp.yield = true;
@@ -60,7 +60,8 @@ uint32_t members_of(const Warp& warp, Slot slot, uint32_t lanes) { return warp.s
 
 // True once all members are here. Otherwise the lanes wait for the others.
 bool gather(Warp& warp, uint32_t members, uint32_t lanes) {
-  if ((members & lanes) != lanes) throw Fault(Status::launch_failed, "a lane that executes a .sync instruction is not in its member mask");
+  if ((members & lanes) != lanes)
+    throw Fault(Status::launch_failed, "a lane that executes a .sync instruction is not in its member mask");
   if (warp.converged(members, lanes)) return true;
   warp.current.wait = {Wait::Kind::reconvergence, members};
   return false;
@@ -81,15 +82,28 @@ EMULATOR_HANDLER(execute_shuffle) {
   const uint32_t* control = warp.source(i.c);
   uint32_t result[kLanes], inside = 0;
   for (int lane = 0; lane < kLanes; lane++) {
-    const int b = static_cast<int>(operand[lane] & 31), clamp = static_cast<int>(control[lane] & 31), segment = static_cast<int>((control[lane] >> 8) & 31);
+    const int b = static_cast<int>(operand[lane] & 31), clamp = static_cast<int>(control[lane] & 31),
+              segment = static_cast<int>((control[lane] >> 8) & 31);
     const int high = (lane & segment) | (clamp & ~segment), low = lane & segment;
     int from = lane;
     bool valid = true;
     switch (i.mode) {
-      case 0: from = lane - b; valid = from >= high; break;
-      case 1: from = lane + b; valid = from <= high; break;
-      case 2: from = lane ^ b; valid = from <= high; break;
-      default: from = low | (b & ~segment); valid = from <= high; break;
+      case 0:
+        from = lane - b;
+        valid = from >= high;
+        break;
+      case 1:
+        from = lane + b;
+        valid = from <= high;
+        break;
+      case 2:
+        from = lane ^ b;
+        valid = from <= high;
+        break;
+      default:
+        from = low | (b & ~segment);
+        valid = from <= high;
+        break;
     }
     if (!valid) from = lane;
     result[lane] = value[from & 31];
@@ -148,12 +162,24 @@ EMULATOR_HANDLER(execute_redux) {
     const uint32_t x = value[lane];
     const bool less = is_signed(i.type) ? static_cast<int32_t>(x) < static_cast<int32_t>(total) : x < total;
     switch (i.mode) {
-      case 0: total += x; break;
-      case 1: total = i.type == Type::f32 ? min_f32(total, x, options) : less ? x : total; break;
-      case 2: total = i.type == Type::f32 ? max_f32(total, x, options) : less ? total : x; break;
-      case 3: total &= x; break;
-      case 4: total |= x; break;
-      default: total ^= x; break;
+      case 0:
+        total += x;
+        break;
+      case 1:
+        total = i.type == Type::f32 ? min_f32(total, x, options) : less ? x : total;
+        break;
+      case 2:
+        total = i.type == Type::f32 ? max_f32(total, x, options) : less ? total : x;
+        break;
+      case 3:
+        total &= x;
+        break;
+      case 4:
+        total |= x;
+        break;
+      default:
+        total ^= x;
+        break;
     }
   }
   uint32_t result[kLanes];

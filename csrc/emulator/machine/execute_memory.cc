@@ -77,8 +77,11 @@ EMULATOR_HANDLER(execute_load) {
       uint32_t* to = warp.destination(list[at] + static_cast<Slot>(plane));
       for (int lane = 0; lane < kLanes; lane++) {
         if (((lanes >> lane) & 1) == 0) continue;
-        uint32_t value = static_cast<uint32_t>(element_of(data[lane] + at * element + plane * 4, std::min(element, 4u)));
-        if (extend) value = static_cast<uint32_t>(i.type == Type::s8 ? int32_t{static_cast<int8_t>(value)} : int32_t{static_cast<int16_t>(value)});
+        uint32_t value =
+            static_cast<uint32_t>(element_of(data[lane] + at * element + plane * 4, std::min(element, 4u)));
+        if (extend)
+          value = static_cast<uint32_t>(i.type == Type::s8 ? int32_t{static_cast<int8_t>(value)}
+                                                           : int32_t{static_cast<int16_t>(value)});
         if (extend && i.flags == 0) value &= 0xffff;  // a 16-bit register
         to[lane] = value;
       }
@@ -96,8 +99,10 @@ EMULATOR_HANDLER(execute_load_param) {
     uint32_t value[4 * kLanes];
     for (uint32_t plane = 0; plane < std::max(1u, element / 4); plane++) {
       uint32_t word = static_cast<uint32_t>(element_of(from + plane * 4, std::min(element, 4u)));
-      if (i.type == Type::s8) word = static_cast<uint32_t>(int32_t{static_cast<int8_t>(word)}) & (i.flags == 0 ? 0xffffu : 0xffffffffu);
-      if (i.type == Type::s16) word = static_cast<uint32_t>(int32_t{static_cast<int16_t>(word)}) & (i.flags == 0 ? 0xffffu : 0xffffffffu);
+      if (i.type == Type::s8)
+        word = static_cast<uint32_t>(int32_t{static_cast<int8_t>(word)}) & (i.flags == 0 ? 0xffffu : 0xffffffffu);
+      if (i.type == Type::s16)
+        word = static_cast<uint32_t>(int32_t{static_cast<int16_t>(word)}) & (i.flags == 0 ? 0xffffu : 0xffffffffu);
       std::fill(value + plane * kLanes, value + (plane + 1) * kLanes, word);
     }
     warp.write(list[at], value, static_cast<int>(std::max(1u, element / 4)), lanes);
@@ -125,7 +130,8 @@ EMULATOR_HANDLER(execute_store) {
       shared_lanes |= 1u << lane;
     }
     uint8_t* to = place.data;
-    for (uint32_t at = 0; at < count; at++, to += std::min(element, 4u)) std::memcpy(to, &planes[at][lane], std::min(element, 4u));
+    for (uint32_t at = 0; at < count; at++, to += std::min(element, 4u))
+      std::memcpy(to, &planes[at][lane], std::min(element, 4u));
     if (synchronizes(i)) release_flag(warp, address);
   }
   if (shared_lanes != 0) count_shared(warp, offsets, shared_lanes, bytes, true);
@@ -133,7 +139,8 @@ EMULATOR_HANDLER(execute_store) {
   return Flow::next;
 }
 
-// -------------------------------------------------------------------------------------------------------------- atomics
+// --------------------------------------------------------------------------------------------------------------
+// atomics
 
 namespace {
 
@@ -141,18 +148,30 @@ template <class T>
 T integer_atomic(int operation, T old, T value, T third) {
   using S = std::make_signed_t<T>;
   switch (operation) {
-    case 0: return static_cast<T>(old + value);
-    case 1: return std::min(old, value);
-    case 2: return std::max(old, value);
-    case 3: return static_cast<T>(std::min(static_cast<S>(old), static_cast<S>(value)));
-    case 4: return static_cast<T>(std::max(static_cast<S>(old), static_cast<S>(value)));
-    case 5: return old & value;
-    case 6: return old | value;
-    case 7: return old ^ value;
-    case 8: return old >= value ? 0 : old + 1;                       // inc
-    case 9: return old == 0 || old > value ? value : old - 1;        // dec
-    case 10: return value;                                            // exch
-    default: return old == value ? third : old;                       // cas
+    case 0:
+      return static_cast<T>(old + value);
+    case 1:
+      return std::min(old, value);
+    case 2:
+      return std::max(old, value);
+    case 3:
+      return static_cast<T>(std::min(static_cast<S>(old), static_cast<S>(value)));
+    case 4:
+      return static_cast<T>(std::max(static_cast<S>(old), static_cast<S>(value)));
+    case 5:
+      return old & value;
+    case 6:
+      return old | value;
+    case 7:
+      return old ^ value;
+    case 8:
+      return old >= value ? 0 : old + 1;  // inc
+    case 9:
+      return old == 0 || old > value ? value : old - 1;  // dec
+    case 10:
+      return value;  // exch
+    default:
+      return old == value ? third : old;  // cas
   }
 }
 
@@ -165,9 +184,12 @@ uint64_t float_atomic(const Instruction& i, uint64_t old, uint64_t value) {
     return i.mode == 1 ? min_half(x, y, half) : max_half(x, y, half);
   };
   switch (i.type) {
-    case Type::f64: return std::bit_cast<uint64_t>(std::bit_cast<double>(old) + std::bit_cast<double>(value));
-    case Type::f32: return i.mode == 0 ? add_f32(a, b) : i.mode == 1 ? min_f32(a, b) : max_f32(a, b);
-    default: return packed_pair ? packed(one, a, b) : one(a & 0xffff, b & 0xffff);
+    case Type::f64:
+      return std::bit_cast<uint64_t>(std::bit_cast<double>(old) + std::bit_cast<double>(value));
+    case Type::f32:
+      return i.mode == 0 ? add_f32(a, b) : i.mode == 1 ? min_f32(a, b) : max_f32(a, b);
+    default:
+      return packed_pair ? packed(one, a, b) : one(a & 0xffff, b & 0xffff);
   }
 }
 
@@ -176,15 +198,21 @@ uint64_t atomic_result(const Instruction& i, uint64_t old, uint64_t value, uint6
   int operation = i.mode;
   if ((operation == 1 || operation == 2) && is_signed(i.type)) operation += 2;
   switch (type_bits(i.type)) {
-    case 16: return integer_atomic<uint16_t>(operation, static_cast<uint16_t>(old), static_cast<uint16_t>(value), static_cast<uint16_t>(third));
-    case 64: return integer_atomic<uint64_t>(operation, old, value, third);
-    default: return integer_atomic<uint32_t>(operation, static_cast<uint32_t>(old), static_cast<uint32_t>(value), static_cast<uint32_t>(third));
+    case 16:
+      return integer_atomic<uint16_t>(operation, static_cast<uint16_t>(old), static_cast<uint16_t>(value),
+                                      static_cast<uint16_t>(third));
+    case 64:
+      return integer_atomic<uint64_t>(operation, old, value, third);
+    default:
+      return integer_atomic<uint32_t>(operation, static_cast<uint32_t>(old), static_cast<uint32_t>(value),
+                                      static_cast<uint32_t>(third));
   }
 }
 
 }  // namespace
 
-// atom and red: flags 1: there is a destination. Vector forms have list_count sources (and as many destinations behind them).
+// atom and red: flags 1: there is a destination. Vector forms have list_count sources (and as many destinations behind
+// them).
 EMULATOR_HANDLER(execute_atomic) {
   const uint32_t bytes = static_cast<uint32_t>(type_bits(i.type)) / 8;
   const bool is_wide = bytes == 8;
@@ -219,12 +247,15 @@ EMULATOR_HANDLER(execute_atomic) {
   return Flow::next;
 }
 
-// -------------------------------------------------------------------------------------------------- addresses and fences
+// -------------------------------------------------------------------------------------------------- addresses and
+// fences
 
 // cvta: mode 0 to generic, 1 from generic. Global, const and param addresses are generic already.
 EMULATOR_HANDLER(execute_convert_address) {
   uint32_t result[2 * kLanes];
-  const uint64_t window = i.space == Space::shared || i.space == Space::shared_cluster ? kSharedWindow : i.space == Space::local ? kLocalWindow : 0;
+  const uint64_t window = i.space == Space::shared || i.space == Space::shared_cluster ? kSharedWindow
+                          : i.space == Space::local                                    ? kLocalWindow
+                                                                                       : 0;
   for (int lane = 0; lane < kLanes; lane++) {
     uint64_t value = warp.wide_source(i.a, lane);
     if (window != 0 && i.mode == 0) value = (value & 0xffffffffu) + window;
@@ -243,7 +274,10 @@ EMULATOR_HANDLER(execute_is_space) {
     const bool shared = value >= kSharedWindow && value < kSharedWindow + (uint64_t{1} << 32);
     const bool local = value >= kLocalWindow && value < kLocalWindow + (uint64_t{1} << 32);
     const bool own = shared && ((value - kSharedWindow) >> kRankShift) == warp.cta.rank;
-    const bool holds = i.space == Space::shared ? own : i.space == Space::shared_cluster ? shared : i.space == Space::local ? local : !shared && !local;
+    const bool holds = i.space == Space::shared           ? own
+                       : i.space == Space::shared_cluster ? shared
+                       : i.space == Space::local          ? local
+                                                          : !shared && !local;
     result |= static_cast<uint32_t>(holds) << lane;
   }
   warp.write_predicate(i.p, result, lanes);
@@ -257,8 +291,10 @@ EMULATOR_HANDLER(execute_map_address) {
     const uint64_t value = i.out_slots == 2 ? warp.wide_source(i.a, lane) : warp.source(i.a)[lane];
     const uint64_t rank = warp.source(i.b)[lane];
     if (((lanes >> lane) & 1) != 0 && rank >= warp.cta.cluster.ctas.size())
-      throw Fault(Status::launch_failed, "mapa names CTA rank " + std::to_string(rank) + " of a cluster of " + std::to_string(warp.cta.cluster.ctas.size()));
-    const uint64_t mapped = ((value + static_cast<uint64_t>(i.offset)) & ~(uint64_t{0xff} << kRankShift)) | rank << kRankShift;
+      throw Fault(Status::launch_failed, "mapa names CTA rank " + std::to_string(rank) + " of a cluster of " +
+                                             std::to_string(warp.cta.cluster.ctas.size()));
+    const uint64_t mapped =
+        ((value + static_cast<uint64_t>(i.offset)) & ~(uint64_t{0xff} << kRankShift)) | rank << kRankShift;
     result[lane] = static_cast<uint32_t>(mapped);
     result[lane + kLanes] = static_cast<uint32_t>(mapped >> 32);
   }
@@ -290,7 +326,9 @@ namespace {
 // The 16-byte rows of `matrices` 8x8 matrices: row r of matrix m is at the address that lane 8 m + r gives.
 SharedPlace row_place(Warp& warp, const Instruction& i, int lane) {
   const uint64_t address = warp.address(i, lane);
-  if (address % 16 != 0) throw Fault(Status::misaligned_address, "a matrix row at " + hex(address) + " in lane " + std::to_string(lane) + " is not aligned to 16 bytes");
+  if (address % 16 != 0)
+    throw Fault(Status::misaligned_address,
+                "a matrix row at " + hex(address) + " in lane " + std::to_string(lane) + " is not aligned to 16 bytes");
   return resolve_shared(warp, address, 16, "a matrix row");
 }
 
@@ -325,14 +363,18 @@ EMULATOR_HANDLER(execute_store_matrix) {
   for (int matrix = 0; matrix < i.mode; matrix++) {
     uint16_t rows[8][8];
     uint8_t narrow[8][16];
-    if (i.flags & 2) store_matrix_b8(narrow, warp.source(list[matrix]));
-    else store_matrix(rows, (i.flags & 1) != 0, warp.source(list[matrix]));
+    if (i.flags & 2)
+      store_matrix_b8(narrow, warp.source(list[matrix]));
+    else
+      store_matrix(rows, (i.flags & 1) != 0, warp.source(list[matrix]));
     for (int row = 0; row < 8; row++) {
       const SharedPlace place = row_place(warp, i, matrix * 8 + row);
       place.cta->write_shared(place.offset, 16, actor_of(warp), "stmatrix");
       offsets[matrix * 8 + row] = place.offset;
-      if (i.flags & 2) std::memcpy(place.cta->shared.data() + place.offset, narrow[row], 16);
-      else std::memcpy(place.cta->shared.data() + place.offset, rows[row], 16);
+      if (i.flags & 2)
+        std::memcpy(place.cta->shared.data() + place.offset, narrow[row], 16);
+      else
+        std::memcpy(place.cta->shared.data() + place.offset, rows[row], 16);
     }
   }
   count_shared(warp, offsets, i.mode == 4 ? 0xffffffffu : (1u << (8 * i.mode)) - 1, 16, true);

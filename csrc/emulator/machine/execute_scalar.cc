@@ -70,7 +70,9 @@ EMULATOR_HANDLER(execute_setp) {
   const uint32_t compared = i.compare(warp.source(i.a), warp.source(i.b), i);
   uint32_t third = i.target >= 0 ? warp.predicate(i.target) : 0;
   if (i.p_negated) third = ~third;
-  const auto combine = [&](uint32_t value) { return i.flags == 1 ? value & third : i.flags == 2 ? value | third : i.flags == 3 ? value ^ third : value; };
+  const auto combine = [&](uint32_t value) {
+    return i.flags == 1 ? value & third : i.flags == 2 ? value | third : i.flags == 3 ? value ^ third : value;
+  };
   if (i.p >= 0) warp.write_predicate(i.p, combine(compared), lanes);
   if (i.q >= 0) warp.write_predicate(i.q, combine(~compared), lanes);
   return Flow::next;
@@ -91,7 +93,8 @@ EMULATOR_HANDLER(execute_selp) {
   for (int plane = 0; plane < i.out_slots; plane++) {
     const uint32_t* a = warp.source(i.a) + plane * kLanes;
     const uint32_t* b = warp.source(i.b) + plane * kLanes;
-    for (int lane = 0; lane < kLanes; lane++) result[plane * kLanes + lane] = (a[lane] & spread(chosen, lane)) | (b[lane] & ~spread(chosen, lane));
+    for (int lane = 0; lane < kLanes; lane++)
+      result[plane * kLanes + lane] = (a[lane] & spread(chosen, lane)) | (b[lane] & ~spread(chosen, lane));
   }
   warp.write(i.d, result, i.out_slots, lanes);
   return Flow::next;
@@ -100,9 +103,15 @@ EMULATOR_HANDLER(execute_selp) {
 EMULATOR_HANDLER(execute_testp) {
   uint32_t result = 0;
   for (int lane = 0; lane < kLanes; lane++) {
-    const double value = i.source_type == Type::f64 ? std::bit_cast<double>(warp.wide_source(i.a, lane)) : std::bit_cast<float>(warp.source(i.a)[lane]);
+    const double value = i.source_type == Type::f64 ? std::bit_cast<double>(warp.wide_source(i.a, lane))
+                                                    : std::bit_cast<float>(warp.source(i.a)[lane]);
     const int kind = i.source_type == Type::f64 ? std::fpclassify(value) : std::fpclassify(static_cast<float>(value));
-    const bool holds[] = {kind != FP_NAN && kind != FP_INFINITE, kind == FP_INFINITE, kind != FP_NAN, kind == FP_NAN, kind == FP_NORMAL, kind == FP_SUBNORMAL};
+    const bool holds[] = {kind != FP_NAN && kind != FP_INFINITE,
+                          kind == FP_INFINITE,
+                          kind != FP_NAN,
+                          kind == FP_NAN,
+                          kind == FP_NORMAL,
+                          kind == FP_SUBNORMAL};
     result |= static_cast<uint32_t>(holds[i.mode]) << lane;
   }
   warp.write_predicate(i.p, result, lanes);
@@ -116,7 +125,9 @@ EMULATOR_HANDLER(execute_move) {
 
 // q is the source, or none: the constant in mode.
 EMULATOR_HANDLER(execute_move_predicate) {
-  const uint32_t value = i.q < 0 ? (i.mode != 0 ? 0xffffffffu : 0u) : i.p_negated ? ~warp.predicate(i.q) : warp.predicate(i.q);
+  const uint32_t value = i.q < 0       ? (i.mode != 0 ? 0xffffffffu : 0u)
+                         : i.p_negated ? ~warp.predicate(i.q)
+                                       : warp.predicate(i.q);
   warp.write_predicate(i.p, value, lanes);
   return Flow::next;
 }
@@ -131,13 +142,15 @@ EMULATOR_HANDLER(execute_pack) {
       const int planes = bits / 32;
       for (int plane = 0; plane < planes; plane++) {
         const uint32_t* from = warp.source(list[element]) + plane * kLanes;
-        std::copy(from, from + kLanes, result + (element * static_cast<uint32_t>(planes) + static_cast<uint32_t>(plane)) * kLanes);
+        std::copy(from, from + kLanes,
+                  result + (element * static_cast<uint32_t>(planes) + static_cast<uint32_t>(plane)) * kLanes);
       }
       continue;
     }
     const uint32_t* from = warp.source(list[element]);
     const uint32_t at = element * static_cast<uint32_t>(bits);
-    for (int lane = 0; lane < kLanes; lane++) result[at / 32 * kLanes + static_cast<uint32_t>(lane)] |= (from[lane] & ((1u << bits) - 1)) << (at % 32);
+    for (int lane = 0; lane < kLanes; lane++)
+      result[at / 32 * kLanes + static_cast<uint32_t>(lane)] |= (from[lane] & ((1u << bits) - 1)) << (at % 32);
   }
   warp.write(i.d, result, i.out_slots, lanes);
   return Flow::next;
@@ -157,7 +170,8 @@ EMULATOR_HANDLER(execute_unpack) {
     }
     uint32_t result[kLanes];
     const uint32_t at = element * static_cast<uint32_t>(bits);
-    for (int lane = 0; lane < kLanes; lane++) result[lane] = (all[at / 32 * kLanes + static_cast<uint32_t>(lane)] >> (at % 32)) & ((1u << bits) - 1);
+    for (int lane = 0; lane < kLanes; lane++)
+      result[lane] = (all[at / 32 * kLanes + static_cast<uint32_t>(lane)] >> (at % 32)) & ((1u << bits) - 1);
     warp.write(list[element], result, 1, lanes);
   }
   return Flow::next;

@@ -23,7 +23,8 @@ std::vector<uint32_t> shuffled(uint64_t count, uint64_t seed) {
   std::iota(order.begin(), order.end(), 0u);
   Random random(seed ^ 0x5bd1e995u);
   // Hardware starts CTAs about in order: a cluster moves by a few places only.
-  for (uint64_t i = 0; i + 1 < count; i++) std::swap(order[i], order[i + random.below(std::min<uint64_t>(4, count - i))]);
+  for (uint64_t i = 0; i + 1 < count; i++)
+    std::swap(order[i], order[i + random.below(std::min<uint64_t>(4, count - i))]);
   return order;
 }
 
@@ -52,16 +53,24 @@ void Statistics::add(const Statistics& other) {
   bank_conflicts += other.bank_conflicts;
 }
 
-Grid::Grid(const Program& what, const Module& module, const LaunchShape& launch, const void* param_bytes, GlobalMemory& global, const Options& given,
-           const std::vector<void*>& variables)
-    : program(what), shape(launch), options(given), memory(global), params(nullptr), module_variables(variables), source(module.source) {
+Grid::Grid(const Program& what, const Module& module, const LaunchShape& launch, const void* param_bytes,
+           GlobalMemory& global, const Options& given, const std::vector<void*>& variables)
+    : program(what),
+      shape(launch),
+      options(given),
+      memory(global),
+      params(nullptr),
+      module_variables(variables),
+      source(module.source) {
   threads_per_cta = static_cast<int>(shape.block.product());
   warps_per_cta = (threads_per_cta + kLanes - 1) / kLanes;
   shared_bytes = kReservedShared + program.static_shared_bytes + shape.dynamic_shared_bytes;
-  // What ptxas would allot: the register file over the threads, in units of 8, at most 255 (the launch bound of setmaxnreg).
+  // What ptxas would allot: the register file over the threads, in units of 8, at most 255 (the launch bound of
+  // setmaxnreg).
   launch_registers = std::clamp(65536 / std::max(1, warps_per_cta * kLanes) / 8 * 8, 24, 248);
   param_storage_ = std::make_unique<uint8_t[]>(program.param_bytes + 2 * kParamAlign);
-  uint8_t* aligned = param_storage_.get() + (kParamAlign - reinterpret_cast<uint64_t>(param_storage_.get()) % kParamAlign);
+  uint8_t* aligned =
+      param_storage_.get() + (kParamAlign - reinterpret_cast<uint64_t>(param_storage_.get()) % kParamAlign);
   if (program.param_bytes != 0) std::memcpy(aligned, param_bytes, program.param_bytes);
   params = aligned;
   clusters_ = shape.grid.product() / shape.cluster.product();
@@ -84,7 +93,8 @@ int64_t Grid::next_cluster() {
 
 Dim3 Grid::cluster_index(uint64_t number) const {
   const uint64_t nx = shape.grid.x / shape.cluster.x, ny = shape.grid.y / shape.cluster.y;
-  return {static_cast<uint32_t>(number % nx), static_cast<uint32_t>(number / nx % ny), static_cast<uint32_t>(number / nx / ny)};
+  return {static_cast<uint32_t>(number % nx), static_cast<uint32_t>(number / nx % ny),
+          static_cast<uint32_t>(number / nx / ny)};
 }
 
 void Grid::fail(const Fault& fault) {
@@ -112,7 +122,8 @@ std::string fault_text(const Grid& grid, const Scheduler& scheduler, const Fault
   std::string text = fault.what();
   if (fault.status() == Status::launch_timeout) return text + "in kernel " + grid.program.name;
   if (scheduler.instruction != nullptr) text += "; " + line_text(grid.source, scheduler.instruction->line);
-  if (scheduler.running != nullptr) text += "; " + cta_name(scheduler.running->cta) + ", warp " + std::to_string(scheduler.running->index);
+  if (scheduler.running != nullptr)
+    text += "; " + cta_name(scheduler.running->cta) + ", warp " + std::to_string(scheduler.running->index);
   return text + "; kernel " + grid.program.name;
 }
 

@@ -19,30 +19,30 @@ struct Statistics {
   std::string kernel;
   uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1}, cluster[3] = {1, 1, 1};
   uint64_t warp_instructions = 0;
-  uint64_t events = 0;             // asynchronous completions
+  uint64_t events = 0;  // asynchronous completions
   double seconds = 0;
   // executed[warp * code size + pc]: warp instructions, summed over CTAs.
   std::vector<uint64_t> executed;
-  std::vector<uint64_t> waited;    // the same: times that lanes blocked there
+  std::vector<uint64_t> waited;  // the same: times that lanes blocked there
   // Bytes by path.
   uint64_t global_read = 0, global_written = 0, shared_read = 0, shared_written = 0;
   uint64_t tensor_copy_in = 0, tensor_copy_out = 0, bulk_in = 0, bulk_out = 0, peer = 0;
   uint64_t matrix_shared_read = 0, tensor_memory_read = 0, tensor_memory_written = 0;
   uint64_t multiply_adds = 0;
-  uint64_t bank_conflicts = 0;     // extra shared-memory cycles over one a warp access of 128 bytes
+  uint64_t bank_conflicts = 0;  // extra shared-memory cycles over one a warp access of 128 bytes
   void add(const Statistics& other);
 };
 
 struct LaunchShape {
   Dim3 grid, block, cluster;
   uint32_t dynamic_shared_bytes = 0;
-  bool programmatic = false;       // launched with programmatic stream serialization
+  bool programmatic = false;  // launched with programmatic stream serialization
 };
 
 class Grid {
  public:
-  Grid(const Program& program, const Module& module, const LaunchShape& shape, const void* params, GlobalMemory& memory, const Options& options,
-       const std::vector<void*>& module_variables);
+  Grid(const Program& program, const Module& module, const LaunchShape& shape, const void* params, GlobalMemory& memory,
+       const Options& options, const std::vector<void*>& module_variables);
 
   // Runs all CTAs. Throws Fault; its text says where.
   void run();
@@ -56,7 +56,7 @@ class Grid {
   uint32_t shared_bytes = 0;                   // of a CTA, the reserved part included
   int warps_per_cta = 0;
   int threads_per_cta = 0;
-  int launch_registers = 0;                    // a thread, before setmaxnreg
+  int launch_registers = 0;  // a thread, before setmaxnreg
 
   // The next cluster to start, or -1. `random` order is fixed by the seed.
   int64_t next_cluster();
@@ -72,8 +72,8 @@ class Grid {
   // Progress of all schedulers together: true if it moved since `seen`.
   void note_progress() { progress_.fetch_add(1, std::memory_order_relaxed); }
   bool others_progress(uint64_t& seen) const;
-  const std::string& source;                   // PTX text
-  std::mutex atomics;                          // atomic operations of all CTAs, one at a time
+  const std::string& source;  // PTX text
+  std::mutex atomics;         // atomic operations of all CTAs, one at a time
 
  private:
   std::unique_ptr<uint8_t[]> param_storage_;

@@ -1,5 +1,5 @@
-// Arithmetic of one instruction on the 32 lanes of a warp, chosen once when a program is decoded. Registers are planes of
-// 32 words; a 64-bit value is two planes, low words first; 16-bit values have zeros above.
+// Arithmetic of one instruction on the 32 lanes of a warp, chosen once when a program is decoded. Registers are planes
+// of 32 words; a 64-bit value is two planes, low words first; 16-bit values have zeros above.
 #pragma once
 
 #include "../ptx/program.h"
@@ -7,14 +7,36 @@
 namespace jax_fa4::emulator {
 
 enum class IntegerOperation : uint8_t {
-  add, sub, mul_lo, mul_hi, mad_lo, mad_hi, divide, remainder, minimum, maximum, absolute, negate, bit_and, bit_or, bit_xor, bit_not,
-  cnot, shift_left, shift_right, popc, clz, reverse, sad
+  add,
+  sub,
+  mul_lo,
+  mul_hi,
+  mad_lo,
+  mad_hi,
+  divide,
+  remainder,
+  minimum,
+  maximum,
+  absolute,
+  negate,
+  bit_and,
+  bit_or,
+  bit_xor,
+  bit_not,
+  cnot,
+  shift_left,
+  shift_right,
+  popc,
+  clz,
+  reverse,
+  sad
 };
 // Null where the operation has no such type.
 LaneFunction integer_function(IntegerOperation operation, Type type);
 // mul.wide and mad.wide: 16 -> 32 and 32 -> 64 bits.
 LaneFunction wide_function(bool add, Type type);
-// bfind, bfe, bfi, lop3, prmt, shf, dp4a, dp2a, fns, mul24: by name; `mode` and `flags` of the instruction hold the variant.
+// bfind, bfe, bfi, lop3, prmt, shf, dp4a, dp2a, fns, mul24: by name; `mode` and `flags` of the instruction hold the
+// variant.
 LaneFunction bit_function(const char* name, Type type);
 
 enum class FloatOperation : uint8_t { add, sub, mul, fma, divide, minimum, maximum, negate, absolute, copysign };

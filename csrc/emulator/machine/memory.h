@@ -11,8 +11,8 @@
 
 namespace jax_fa4::emulator {
 
-// Generic addresses outside of global memory. The low 32 bits of a shared one are the address in the shared window, where the
-// CTA's rank in its cluster stands in bits 24 and up; 1 KiB at the start of each CTA's window is reserved.
+// Generic addresses outside of global memory. The low 32 bits of a shared one are the address in the shared window,
+// where the CTA's rank in its cluster stands in bits 24 and up; 1 KiB at the start of each CTA's window is reserved.
 inline constexpr uint64_t kSharedWindow = uint64_t{1} << 56;
 inline constexpr uint64_t kLocalWindow = uint64_t{2} << 56;
 inline constexpr int kRankShift = 24;
@@ -32,7 +32,8 @@ class GlobalMemory {
   // Fresh memory: every byte is 0xFF (NaN) and counts as uninitialised until it is written. Null if there is none.
   void* allocate(uint64_t bytes);
   bool release(void* address);
-  // Memory that belongs to somebody else and may be touched until it is removed. Ranges that overlap are merged into one.
+  // Memory that belongs to somebody else and may be touched until it is removed. Ranges that overlap are merged into
+  // one.
   void add(const void* address, uint64_t bytes);
   void remove(const void* address);
 
@@ -44,7 +45,7 @@ class GlobalMemory {
 
  private:
   mutable std::shared_mutex mutex_;
-  std::map<uint64_t, Range> ranges_;  // by begin; they do not overlap
+  std::map<uint64_t, Range> ranges_;    // by begin; they do not overlap
   std::map<uint64_t, uint64_t> added_;  // how often an address was added
   uint64_t allocated_ = 0;
 };

@@ -7,14 +7,15 @@
 
 namespace jax_fa4::emulator {
 
-// When asynchronous work completes. random: after a heavy-tailed delay; eager: at once; lazy: only when no warp can run.
+// When asynchronous work completes. random: after a heavy-tailed delay; eager: at once; lazy: only when no warp can
+// run.
 enum class Completion : uint8_t { random, eager, lazy };
 
 struct Options {
   uint64_t seed = 0;
   int architecture = 100;  // 90, 100, 103: compute capability times ten
   int sm_count = 148;
-  int threads = 0;         // of the host; 0: as many as it has
+  int threads = 0;  // of the host; 0: as many as it has
   Completion completion = Completion::random;
   bool check_races = true;
   bool check_uninitialized = true;
@@ -24,10 +25,31 @@ struct Options {
 
 // Result codes of the driver API that the emulator gives (values of CUresult).
 enum class Status : int {
-  success = 0, invalid_value = 1, out_of_memory = 2, not_initialized = 3, no_device = 100, invalid_device = 101, invalid_image = 200, invalid_context = 201,
-  no_binary_for_gpu = 209, invalid_ptx = 218, not_found = 500, invalid_handle = 400, not_ready = 600, illegal_address = 700, launch_out_of_resources = 701,
-  launch_timeout = 702, invalid_cluster_size = 912, assert = 710, hardware_stack_error = 714, illegal_instruction = 715, misaligned_address = 716, invalid_address_space = 717,
-  launch_failed = 719, not_supported = 801, unknown = 999
+  success = 0,
+  invalid_value = 1,
+  out_of_memory = 2,
+  not_initialized = 3,
+  no_device = 100,
+  invalid_device = 101,
+  invalid_image = 200,
+  invalid_context = 201,
+  no_binary_for_gpu = 209,
+  invalid_ptx = 218,
+  not_found = 500,
+  invalid_handle = 400,
+  not_ready = 600,
+  illegal_address = 700,
+  launch_out_of_resources = 701,
+  launch_timeout = 702,
+  invalid_cluster_size = 912,
+  assert = 710,
+  hardware_stack_error = 714,
+  illegal_instruction = 715,
+  misaligned_address = 716,
+  invalid_address_space = 717,
+  launch_failed = 719,
+  not_supported = 801,
+  unknown = 999
 };
 
 // Stops a launch: what the kernel did wrong, as one sentence; the place is added by who catches it.

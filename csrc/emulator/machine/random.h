@@ -15,7 +15,9 @@ class Random {
     return z ^ (z >> 31);
   }
   // Uniform in [0, bound); bound > 0.
-  uint64_t below(uint64_t bound) { return static_cast<uint64_t>((static_cast<unsigned __int128>(next()) * bound) >> 64); }
+  uint64_t below(uint64_t bound) {
+    return static_cast<uint64_t>((static_cast<unsigned __int128>(next()) * bound) >> 64);
+  }
   bool one_in(uint64_t n) { return below(n) == 0; }
   // Heavy-tailed: as many values in [2^k, 2^(k+1)) for every k below `octaves`.
   uint64_t heavy_tailed(int octaves) {

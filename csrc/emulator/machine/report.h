@@ -15,8 +15,10 @@ std::string cta_name(const Cta& cta);
 std::string line_text(const std::string& source, uint32_t line);
 
 // Throws a Fault that tells of the conflict.
-[[noreturn]] void report_shared_conflict(const Cta& cta, const Conflict& conflict, const Actor& actor, const char* what);
-[[noreturn]] void report_tensor_conflict(const Cta& cta, const Conflict& conflict, const Actor& actor, const char* what);
+[[noreturn]] void report_shared_conflict(const Cta& cta, const Conflict& conflict, const Actor& actor,
+                                         const char* what);
+[[noreturn]] void report_tensor_conflict(const Cta& cta, const Conflict& conflict, const Actor& actor,
+                                         const char* what);
 
 // Where every warp of the cluster waits.
 std::string waiting_warps(const Cluster& cluster, const std::string& source);

@@ -9,8 +9,8 @@
 namespace jax_fa4::emulator {
 namespace {
 
-constexpr int kBurstOctaves = 7;    // a warp runs 1 to 127 instructions at a time
-constexpr int kDelayOctaves = 12;   // asynchronous work takes up to 4096 instructions of its SM
+constexpr int kBurstOctaves = 7;   // a warp runs 1 to 127 instructions at a time
+constexpr int kDelayOctaves = 12;  // asynchronous work takes up to 4096 instructions of its SM
 constexpr uint64_t kNever = uint64_t{1} << 62;
 // Lazily completed work is let through when warps have only polled for so long.
 constexpr uint64_t kPatience = 20'000;
@@ -91,7 +91,8 @@ void Scheduler::run_warp(Warp& warp) {
   if (cta.warps_left > 0) return;
   cluster.ctas_left--;
   if (cta.tensor != nullptr && cta.tensor->allocated_columns() != 0)
-    throw Fault(Status::launch_failed, std::to_string(cta.tensor->allocated_columns()) + " columns of tensor memory are still allocated when the CTA ends");
+    throw Fault(Status::launch_failed, std::to_string(cta.tensor->allocated_columns()) +
+                                           " columns of tensor memory are still allocated when the CTA ends");
 }
 
 void Scheduler::retire() {
@@ -141,7 +142,10 @@ void Scheduler::run() {
       runnable_[pick] = runnable_.back();
       runnable_.pop_back();
     }
-    if (stuck()) throw Fault(Status::launch_timeout, "no progress: warps run, but no memory, barrier or event has changed for " + std::to_string(grid_.options.stuck_after) + " instructions\n" + deadlock_report());
+    if (stuck())
+      throw Fault(Status::launch_timeout, "no progress: warps run, but no memory, barrier or event has changed for " +
+                                              std::to_string(grid_.options.stuck_after) + " instructions\n" +
+                                              deadlock_report());
   }
 }
 

@@ -1,5 +1,5 @@
-// Who runs next. One scheduler a host thread: it owns the clusters that are resident on it, gives random bursts to random warps,
-// and completes asynchronous work when its time has come. Everything is drawn from one seed.
+// Who runs next. One scheduler a host thread: it owns the clusters that are resident on it, gives random bursts to
+// random warps, and completes asynchronous work when its time has come. Everything is drawn from one seed.
 #pragma once
 
 #include <cstdint>

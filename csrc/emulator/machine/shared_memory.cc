@@ -5,7 +5,8 @@
 
 namespace jax_fa4::emulator {
 
-SharedMemory::SharedMemory(uint32_t bytes, bool track) : size_(bytes), track_(track), bytes_((bytes + 15u) / 16u * 16u + 16u, 0xff) {
+SharedMemory::SharedMemory(uint32_t bytes, bool track)
+    : size_(bytes), track_(track), bytes_((bytes + 15u) / 16u * 16u + 16u, 0xff) {
   if (track_) cells_.resize(bytes_.size() / 4);
 }
 
@@ -17,7 +18,8 @@ Conflict SharedMemory::read_cell(uint32_t index, uint8_t mask, const Actor& acto
   if (cell.write_time != 0 && writer.agent != actor.stamp.agent && (cell.last_bytes & mask) != 0) {
     if (happened.at(writer.agent) < writer.time) return {Conflict::Kind::read_after_write, index * 4, writer};
   }
-  if (cell.write_time != 0 && actor.asynchronous && !cell.asynchronous && actor.knows->fenced.at(writer.agent) < writer.time)
+  if (cell.write_time != 0 && actor.asynchronous && !cell.asynchronous &&
+      actor.knows->fenced.at(writer.agent) < writer.time)
     return {Conflict::Kind::proxy, index * 4, writer};
   if (cell.read_time == 0 || cell.read_agent == actor.stamp.agent || happened.at(cell.read_agent) >= cell.read_time) {
     // The former reader is known to be done, or it is the same one.
@@ -27,9 +29,12 @@ Conflict SharedMemory::read_cell(uint32_t index, uint8_t mask, const Actor& acto
   }
   if (more_readers_.empty()) more_readers_.resize(cells_.size());
   std::vector<Stamp>& readers = more_readers_[index];
-  const auto same = std::find_if(readers.begin(), readers.end(), [&](const Stamp& one) { return one.agent == actor.stamp.agent; });
-  if (same != readers.end()) same->time = actor.stamp.time;
-  else readers.push_back(actor.stamp);
+  const auto same =
+      std::find_if(readers.begin(), readers.end(), [&](const Stamp& one) { return one.agent == actor.stamp.agent; });
+  if (same != readers.end())
+    same->time = actor.stamp.time;
+  else
+    readers.push_back(actor.stamp);
   cell.shared_readers = 1;
   return {};
 }
@@ -39,7 +44,8 @@ Conflict SharedMemory::write_cell(uint32_t index, uint8_t mask, const Actor& act
   const VectorClock& happened = actor.knows->happened;
   Conflict conflict;
   const Stamp writer{cell.write_agent, cell.write_time}, reader{cell.read_agent, cell.read_time};
-  if (writer.time != 0 && writer.agent != actor.stamp.agent && (cell.last_bytes & mask) != 0 && happened.at(writer.agent) < writer.time)
+  if (writer.time != 0 && writer.agent != actor.stamp.agent && (cell.last_bytes & mask) != 0 &&
+      happened.at(writer.agent) < writer.time)
     conflict = {Conflict::Kind::write_after_write, index * 4, writer};
   else if (reader.time != 0 && reader.agent != actor.stamp.agent && happened.at(reader.agent) < reader.time)
     conflict = {Conflict::Kind::write_after_read, index * 4, reader};

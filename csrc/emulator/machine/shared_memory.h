@@ -44,10 +44,10 @@ class SharedMemory {
     uint32_t read_time = 0;
     uint16_t write_agent = 0;
     uint16_t read_agent = 0;
-    uint8_t written = 0;          // bits of bytes
-    uint8_t last_bytes = 0;       // bytes of the last write
-    bool asynchronous = false;    // last write
-    uint8_t shared_readers = 0;   // index + 1 into readers_ would not fit: 1 if more_readers_ has the cell
+    uint8_t written = 0;         // bits of bytes
+    uint8_t last_bytes = 0;      // bytes of the last write
+    bool asynchronous = false;   // last write
+    uint8_t shared_readers = 0;  // index + 1 into readers_ would not fit: 1 if more_readers_ has the cell
   };
   Conflict read_cell(uint32_t index, uint8_t mask, const Actor& actor);
   Conflict write_cell(uint32_t index, uint8_t mask, const Actor& actor);

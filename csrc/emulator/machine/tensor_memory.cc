@@ -64,9 +64,11 @@ Conflict TensorMemory::write(int first_piece, int pieces, int column, int column
       Cell& one = cell(piece, at);
       const uint32_t place = static_cast<uint32_t>(piece << 16 | at);
       if (first.kind == Conflict::Kind::none) {
-        if (one.writer.time != 0 && one.writer.agent != actor.stamp.agent && happened.at(one.writer.agent) < one.writer.time)
+        if (one.writer.time != 0 && one.writer.agent != actor.stamp.agent &&
+            happened.at(one.writer.agent) < one.writer.time)
           first = {Conflict::Kind::write_after_write, place, one.writer};
-        else if (one.reader.time != 0 && one.reader.agent != actor.stamp.agent && happened.at(one.reader.agent) < one.reader.time)
+        else if (one.reader.time != 0 && one.reader.agent != actor.stamp.agent &&
+                 happened.at(one.reader.agent) < one.reader.time)
           first = {Conflict::Kind::write_after_read, place, one.reader};
       }
       one.writer = actor.stamp;

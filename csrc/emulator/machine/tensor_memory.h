@@ -1,5 +1,5 @@
-// Tensor memory of one CTA: 128 lanes x 512 columns of 32 bits, the allocator, and who touched what. Accesses are recorded
-// per column and 16 lanes: that is the finest piece that an instruction can name.
+// Tensor memory of one CTA: 128 lanes x 512 columns of 32 bits, the allocator, and who touched what. Accesses are
+// recorded per column and 16 lanes: that is the finest piece that an instruction can name.
 #pragma once
 
 #include <array>

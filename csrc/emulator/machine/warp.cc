@@ -23,53 +23,101 @@ uint64_t preset_value(const Preset& preset, const Warp& warp, int lane) {
   const uint32_t bit = 1u << lane;
   const uint32_t window = cta.rank << kRankShift;
   switch (preset.kind) {
-    case K::tid_x: return thread % block.x;
-    case K::tid_y: return thread / block.x % block.y;
-    case K::tid_z: return thread / block.x / block.y;
-    case K::ntid_x: return block.x;
-    case K::ntid_y: return block.y;
-    case K::ntid_z: return block.z;
-    case K::ctaid_x: return cta.index.x;
-    case K::ctaid_y: return cta.index.y;
-    case K::ctaid_z: return cta.index.z;
-    case K::nctaid_x: return dims.x;
-    case K::nctaid_y: return dims.y;
-    case K::nctaid_z: return dims.z;
-    case K::laneid: return static_cast<uint64_t>(lane);
-    case K::warpid: return static_cast<uint64_t>(warp.index);
-    case K::nwarpid: return static_cast<uint64_t>(grid.warps_per_cta);
-    case K::smid: return (cta.cluster.number * cluster.product() + cta.rank) % static_cast<uint64_t>(grid.options.sm_count);
-    case K::nsmid: return static_cast<uint64_t>(grid.options.sm_count);
-    case K::gridid: return 1;
-    case K::lanemask_eq: return bit;
-    case K::lanemask_lt: return bit - 1;
-    case K::lanemask_le: return bit | (bit - 1);
-    case K::lanemask_gt: return ~(bit | (bit - 1));
-    case K::lanemask_ge: return ~(bit - 1);
-    case K::clusterid_x: return cta.index.x / cluster.x;
-    case K::clusterid_y: return cta.index.y / cluster.y;
-    case K::clusterid_z: return cta.index.z / cluster.z;
-    case K::nclusterid_x: return dims.x / cluster.x;
-    case K::nclusterid_y: return dims.y / cluster.y;
-    case K::nclusterid_z: return dims.z / cluster.z;
-    case K::cluster_ctaid_x: return in_cluster.x;
-    case K::cluster_ctaid_y: return in_cluster.y;
-    case K::cluster_ctaid_z: return in_cluster.z;
-    case K::cluster_nctaid_x: return cluster.x;
-    case K::cluster_nctaid_y: return cluster.y;
-    case K::cluster_nctaid_z: return cluster.z;
-    case K::cluster_ctarank: return cta.rank;
-    case K::cluster_nctarank: return cluster.product();
-    case K::is_explicit_cluster: return cluster.product() > 1;
-    case K::dynamic_smem_size: return grid.shape.dynamic_shared_bytes;
-    case K::total_smem_size: return grid.shared_bytes;
-    case K::reserved_smem_begin: return window;
+    case K::tid_x:
+      return thread % block.x;
+    case K::tid_y:
+      return thread / block.x % block.y;
+    case K::tid_z:
+      return thread / block.x / block.y;
+    case K::ntid_x:
+      return block.x;
+    case K::ntid_y:
+      return block.y;
+    case K::ntid_z:
+      return block.z;
+    case K::ctaid_x:
+      return cta.index.x;
+    case K::ctaid_y:
+      return cta.index.y;
+    case K::ctaid_z:
+      return cta.index.z;
+    case K::nctaid_x:
+      return dims.x;
+    case K::nctaid_y:
+      return dims.y;
+    case K::nctaid_z:
+      return dims.z;
+    case K::laneid:
+      return static_cast<uint64_t>(lane);
+    case K::warpid:
+      return static_cast<uint64_t>(warp.index);
+    case K::nwarpid:
+      return static_cast<uint64_t>(grid.warps_per_cta);
+    case K::smid:
+      return (cta.cluster.number * cluster.product() + cta.rank) % static_cast<uint64_t>(grid.options.sm_count);
+    case K::nsmid:
+      return static_cast<uint64_t>(grid.options.sm_count);
+    case K::gridid:
+      return 1;
+    case K::lanemask_eq:
+      return bit;
+    case K::lanemask_lt:
+      return bit - 1;
+    case K::lanemask_le:
+      return bit | (bit - 1);
+    case K::lanemask_gt:
+      return ~(bit | (bit - 1));
+    case K::lanemask_ge:
+      return ~(bit - 1);
+    case K::clusterid_x:
+      return cta.index.x / cluster.x;
+    case K::clusterid_y:
+      return cta.index.y / cluster.y;
+    case K::clusterid_z:
+      return cta.index.z / cluster.z;
+    case K::nclusterid_x:
+      return dims.x / cluster.x;
+    case K::nclusterid_y:
+      return dims.y / cluster.y;
+    case K::nclusterid_z:
+      return dims.z / cluster.z;
+    case K::cluster_ctaid_x:
+      return in_cluster.x;
+    case K::cluster_ctaid_y:
+      return in_cluster.y;
+    case K::cluster_ctaid_z:
+      return in_cluster.z;
+    case K::cluster_nctaid_x:
+      return cluster.x;
+    case K::cluster_nctaid_y:
+      return cluster.y;
+    case K::cluster_nctaid_z:
+      return cluster.z;
+    case K::cluster_ctarank:
+      return cta.rank;
+    case K::cluster_nctarank:
+      return cluster.product();
+    case K::is_explicit_cluster:
+      return cluster.product() > 1;
+    case K::dynamic_smem_size:
+      return grid.shape.dynamic_shared_bytes;
+    case K::total_smem_size:
+      return grid.shared_bytes;
+    case K::reserved_smem_begin:
+      return window;
     case K::reserved_smem_end:
-    case K::reserved_smem_cap: return window + kReservedShared;
-    case K::shared_symbol: return window + kReservedShared + grid.program.symbols[preset.symbol].offset + static_cast<uint64_t>(preset.offset);
-    case K::param_symbol: return reinterpret_cast<uint64_t>(grid.params) + grid.program.symbols[preset.symbol].offset + static_cast<uint64_t>(preset.offset);
-    case K::local_symbol: return kLocalWindow + grid.program.symbols[preset.symbol].offset + static_cast<uint64_t>(preset.offset);
-    case K::global_symbol: return reinterpret_cast<uint64_t>(grid.module_variables[preset.symbol]) + static_cast<uint64_t>(preset.offset);
+    case K::reserved_smem_cap:
+      return window + kReservedShared;
+    case K::shared_symbol:
+      return window + kReservedShared + grid.program.symbols[preset.symbol].offset +
+             static_cast<uint64_t>(preset.offset);
+    case K::param_symbol:
+      return reinterpret_cast<uint64_t>(grid.params) + grid.program.symbols[preset.symbol].offset +
+             static_cast<uint64_t>(preset.offset);
+    case K::local_symbol:
+      return kLocalWindow + grid.program.symbols[preset.symbol].offset + static_cast<uint64_t>(preset.offset);
+    case K::global_symbol:
+      return reinterpret_cast<uint64_t>(grid.module_variables[preset.symbol]) + static_cast<uint64_t>(preset.offset);
   }
   return 0;
 }
@@ -77,17 +125,19 @@ uint64_t preset_value(const Preset& preset, const Warp& warp, int lane) {
 }  // namespace
 
 const char* wait_name(Wait::Kind kind) {
-  static const char* const kNames[] = {"nothing", "lanes of its own warp", "named barrier", "cluster barrier", "mbarrier", "bulk group",
-                                       "cp.async group", "wgmma group", "tensor memory", "tensor-memory access", "registers", "a change"};
+  static const char* const kNames[] = {
+      "nothing",        "lanes of its own warp", "named barrier", "cluster barrier",      "mbarrier",  "bulk group",
+      "cp.async group", "wgmma group",           "tensor memory", "tensor-memory access", "registers", "a change"};
   return kNames[static_cast<int>(kind)];
 }
 
-Warp::Warp(Cta& owner, int warp_index, uint32_t lanes) : cta(owner), index(warp_index), initial_lanes(lanes), exited(~lanes) {
+Warp::Warp(Cta& owner, int warp_index, uint32_t lanes)
+    : cta(owner), index(warp_index), initial_lanes(lanes), exited(~lanes) {
   const Grid& grid = owner.grid();
   const Program& program = grid.program;
   registers_.assign(static_cast<size_t>(program.register_slots + 4) * kLanes, kPoison);
   predicates_.assign(program.predicates + 1, 0);
-  in_flight_.assign(program.register_slots + 4, 0);
+  holds_.assign(program.register_slots + 4, 0);
   constants_ = program.constants.data();
   current = {0, lanes, {}};
   local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0xff);
@@ -117,14 +167,32 @@ void Warp::write(Slot slot, const uint32_t* value, int planes, uint32_t lanes) {
   }
 }
 
-void Warp::check_in_flight(Slot slot) const {
-  if (in_flight_[static_cast<size_t>(slot)] != 0)
+void Warp::check_held(Slot slot, uint8_t kinds) const {
+  const uint8_t held_for = holds_[static_cast<size_t>(slot)] & kinds;
+  if (held_for & 1)
     throw Fault(Status::launch_failed, "a register that a wgmma is still writing is touched before wgmma.wait_group");
+  if (held_for & 2)
+    throw Fault(Status::launch_failed,
+                "a register that a wgmma is still reading is overwritten before wgmma.wait_group");
 }
 
-void Warp::mark_in_flight(Slot slot, int change) {
-  in_flight_[static_cast<size_t>(slot)] = static_cast<uint8_t>(in_flight_[static_cast<size_t>(slot)] + change);
-  in_flight_count_ = static_cast<uint32_t>(static_cast<int>(in_flight_count_) + change);
+void Warp::hold(uint64_t group, std::vector<Slot> written, std::vector<Slot> read) {
+  for (const Slot slot : written) holds_[static_cast<size_t>(slot)] |= 1;
+  for (const Slot slot : read) holds_[static_cast<size_t>(slot)] |= 2;
+  held.push_back({group, std::move(written), std::move(read)});
+}
+
+void Warp::let_go(uint64_t before_group) {
+  std::erase_if(held, [&](const Held& one) {
+    if (one.group >= before_group) return false;
+    for (const Slot slot : one.written) holds_[static_cast<size_t>(slot)] = 0;
+    for (const Slot slot : one.read) holds_[static_cast<size_t>(slot)] = 0;
+    return true;
+  });
+  for (const Held& one : held) {
+    for (const Slot slot : one.written) holds_[static_cast<size_t>(slot)] |= 1;
+    for (const Slot slot : one.read) holds_[static_cast<size_t>(slot)] |= 2;
+  }
 }
 
 void Warp::release_into(Knowledge& other) {
@@ -176,7 +244,8 @@ void Warp::choose_group() {
 uint64_t Warp::run(uint64_t budget) {
   Scheduler& scheduler = cta.scheduler();
   const Instruction* code = cta.grid().program.code.data();
-  uint64_t* executed_at = scheduler.counts.executed.data() + static_cast<size_t>(index) * cta.grid().program.code.size();
+  uint64_t* executed_at =
+      scheduler.counts.executed.data() + static_cast<size_t>(index) * cta.grid().program.code.size();
   uint64_t* waited_at = scheduler.counts.waited.data() + static_cast<size_t>(index) * cta.grid().program.code.size();
   uint64_t done = 0;
   blocked_ = false;

@@ -1,6 +1,7 @@
 // A warp: registers of 32 lanes, where the lanes are in the program, and what they wait for.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -16,7 +17,18 @@ class Cta;
 // What blocked lanes wait for; `object` tells things of one kind apart (a barrier's address, a lane mask).
 struct Wait {
   enum class Kind : uint8_t {
-    none, reconvergence, barrier, cluster_barrier, mbarrier, bulk_group, copy_group, wgmma, tensor_memory, tensor_wait, registers, poll
+    none,
+    reconvergence,
+    barrier,
+    cluster_barrier,
+    mbarrier,
+    bulk_group,
+    copy_group,
+    wgmma,
+    tensor_memory,
+    tensor_wait,
+    registers,
+    poll
   };
   Kind kind = Kind::none;
   uint64_t object = 0;
@@ -31,14 +43,36 @@ struct Group {
   Wait wait;  // none: may run
 };
 
-// One asynchronous group that a warp waits for in order (bulk groups, cp.async groups, wgmma groups).
-struct PendingGroups {
-  uint32_t open = 0;                 // operations since the last commit that are not complete
-  std::vector<uint32_t> unfinished;  // operations left in each committed group, oldest first
-  std::vector<uint32_t> unread;      // of these, operations whose source may not be reused yet
-  uint32_t open_unread = 0;
-  uint32_t first = 0;                // number of the oldest group in `unfinished`
-  uint32_t current() const { return first + static_cast<uint32_t>(unfinished.size()); }
+// Groups of asynchronous operations that are waited for in order: bulk groups, cp.async groups, wgmma groups.
+struct GroupQueue {
+  struct Group {
+    uint32_t unread = 0;      // operations whose source may not be reused yet
+    uint32_t unfinished = 0;  // operations that are not complete
+    uint32_t last_time = 0;   // of the agent that carries them out
+  };
+  std::vector<Group> groups{1};  // oldest first; the last one is still open
+  uint64_t first = 0;            // number of the oldest
+
+  uint64_t open_number() const { return first + groups.size() - 1; }
+  Group& open() { return groups.back(); }
+  Group* find(uint64_t number) { return number < first ? nullptr : &groups[number - first]; }
+  void commit() { groups.push_back({}); }
+  // All but the newest `pending` committed groups are done (their sources free, if `reads_only`).
+  bool done(uint64_t pending, bool reads_only) const {
+    for (size_t i = 0; i + 1 + pending < groups.size(); i++)
+      if ((reads_only ? groups[i].unread : groups[i].unfinished) != 0) return false;
+    return true;
+  }
+  // The time up to which the waited-for operations go; forgets the groups that are complete.
+  uint32_t acquire(uint64_t pending) {
+    uint32_t time = 0;
+    for (size_t i = 0; i + 1 + pending < groups.size(); i++) time = std::max(time, groups[i].last_time);
+    while (groups.size() > 1 && groups.front().unfinished == 0 && groups.front().last_time <= time) {
+      groups.erase(groups.begin());
+      first++;
+    }
+    return time;
+  }
 };
 
 class Warp {
@@ -53,14 +87,15 @@ class Warp {
   void wake(const Wait& wait);
   bool waits_for(const Wait& wait) const;
 
-  // ------------------------------------------------------------------------------------------------------- for handlers
+  // ------------------------------------------------------------------------------------------------------- for
+  // handlers
   const uint32_t* source(Slot slot) const {
     if (slot < 0) return constants_ + static_cast<size_t>(~slot) * kLanes;
-    if (in_flight_count_ != 0) check_in_flight(slot);
+    if (!held.empty()) check_held(slot, 1);
     return registers_.data() + static_cast<size_t>(slot) * kLanes;
   }
   uint32_t* destination(Slot slot) {
-    if (in_flight_count_ != 0) check_in_flight(slot);
+    if (!held.empty()) check_held(slot, 3);
     return registers_.data() + static_cast<size_t>(slot) * kLanes;
   }
   uint32_t* raw(Slot slot) { return registers_.data() + static_cast<size_t>(slot) * kLanes; }
@@ -81,7 +116,14 @@ class Warp {
   uint64_t address(const Instruction& i, int lane) const {
     const uint32_t* plane = source(i.a);
     const uint64_t base = i.wide_address ? plane[lane] | uint64_t{plane[lane + kLanes]} << 32 : plane[lane];
-    return i.wide_address ? base + static_cast<uint64_t>(i.offset) : static_cast<uint32_t>(base + static_cast<uint64_t>(i.offset));
+    return i.wide_address ? base + static_cast<uint64_t>(i.offset)
+                          : static_cast<uint32_t>(base + static_cast<uint64_t>(i.offset));
+  }
+  uint64_t address(const MemoryOperand& operand, int lane) const {
+    const uint32_t* plane = source(operand.base);
+    const uint64_t base = operand.wide ? plane[lane] | uint64_t{plane[lane + kLanes]} << 32 : plane[lane];
+    return operand.wide ? base + static_cast<uint64_t>(operand.offset)
+                        : static_cast<uint32_t>(base + static_cast<uint64_t>(operand.offset));
   }
   Flow block(Wait wait) {
     current.wait = wait;
@@ -92,9 +134,10 @@ class Warp {
   void exit_lanes(uint32_t lanes);
   void split(int32_t target, uint32_t lanes);  // these lanes go to target, the rest go on
 
-  // Registers that an asynchronous matrix instruction will write: touching them before the wait is an error.
-  void mark_in_flight(Slot slot, int change);
-  bool any_in_flight() const { return in_flight_count_ != 0; }
+  // Registers that an asynchronous matrix instruction writes may not be touched before the wait; those that it reads
+  // may not be written.
+  void hold(uint64_t group, std::vector<Slot> written, std::vector<Slot> read);
+  void let_go(uint64_t before_group);
 
   // Clocks: a release gives others what the warp knows; an acquire takes it over.
   Stamp stamp() const { return {agent, time}; }
@@ -112,26 +155,37 @@ class Warp {
   Agent agent = 0;
   uint32_t time = 1;
   Knowledge knows;
-  int registers_per_thread = 0;   // setmaxnreg
-  PendingGroups bulk[kLanes];     // per thread
-  PendingGroups copies;           // cp.async, of the warp
-  PendingGroups matrix;           // wgmma
-  bool barrier_waiting = false;   // arrived at a named barrier, in this generation:
+  int registers_per_thread = 0;                                              // setmaxnreg
+  GroupQueue bulk[kLanes];                                                   // per thread
+  GroupQueue copies;                                                         // cp.async
+  GroupQueue matrix;                                                         // wgmma
+  Agent bulk_agent = 0, copy_agent = 0, matrix_agent = 0, tensor_agent = 0;  // who carries them out; 0: none yet
+  uint32_t tensor_time = 0;                                                  // of the last tcgen05.st
+  Agent pipe_agent = 0;     // this warp's tcgen05.mma, cp and commit, which run in order
+  uint64_t pipe_due = 0;    // when the last of them runs
+  uint64_t matrix_due = 0;  // when the last wgmma runs
+  // Registers that wgmma groups write or read until they are waited for.
+  struct Held {
+    uint64_t group;
+    std::vector<Slot> written, read;
+  };
+  std::vector<Held> held;
+  bool barrier_waiting = false;  // arrived at a named barrier, in this generation:
   uint64_t barrier_generation = 0;
-  bool cluster_arrived = false;   // at the cluster barrier, in this phase:
+  bool cluster_arrived = false;  // at the cluster barrier, in this phase:
   uint32_t cluster_phase = 0;
-  bool tried = false;             // the last try_wait failed
-  std::vector<uint8_t> local;     // 32 x local_bytes
+  bool tried = false;          // the last try_wait failed
+  std::vector<uint8_t> local;  // 32 x local_bytes
 
  private:
   void choose_group();
-  void check_in_flight(Slot slot) const;
+  // Bit 0 of `kinds`: held for writing; bit 1: for reading.
+  void check_held(Slot slot, uint8_t kinds) const;
 
   std::vector<uint32_t> registers_;
   std::vector<uint32_t> predicates_;
-  std::vector<uint8_t> in_flight_;
+  std::vector<uint8_t> holds_;  // by slot, bits as in check_held
   const uint32_t* constants_;
-  uint32_t in_flight_count_ = 0;
   bool blocked_ = false;
 };
 

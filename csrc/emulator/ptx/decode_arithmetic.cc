@@ -155,7 +155,10 @@ void logic(Decoder& d) {
   const Type type = d.take_type();
   if (type != Type::pred) return regular(d, type, integer_function(operation, type), sources);
   d.expect_count(sources + 1, sources + 1);
-  d.out.mode = static_cast<uint8_t>(operation == IntegerOperation::bit_and ? 0 : operation == IntegerOperation::bit_or ? 1 : operation == IntegerOperation::bit_xor ? 2 : 3);
+  d.out.mode = static_cast<uint8_t>(operation == IntegerOperation::bit_and   ? 0
+                                    : operation == IntegerOperation::bit_or  ? 1
+                                    : operation == IntegerOperation::bit_xor ? 2
+                                                                             : 3);
   d.predicate_logic(sources);
 }
 
@@ -167,7 +170,8 @@ void decode_shift(Decoder& d) {
   d.out.d = d.destination(0, type);
   d.out.a = d.source(1, type);
   d.out.b = d.source(2, Type::u32);
-  lane_instruction(d, integer_function(d.mnemonic() == "shl" ? IntegerOperation::shift_left : IntegerOperation::shift_right, type));
+  lane_instruction(
+      d, integer_function(d.mnemonic() == "shl" ? IntegerOperation::shift_left : IntegerOperation::shift_right, type));
 }
 
 template <IntegerOperation operation>
@@ -284,10 +288,12 @@ void decode_copysign(Decoder& d) {
   regular(d, type, float_function(FloatOperation::copysign, type), 2);
 }
 
-// --------------------------------------------------------------------------------------------- comparison and selection
+// --------------------------------------------------------------------------------------------- comparison and
+// selection
 
 Comparison take_comparison(Decoder& d) {
-  static constexpr std::string_view kNames[] = {"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"};
+  static constexpr std::string_view kNames[] = {"eq",  "ne",  "lt",  "le",  "gt",  "ge",  "equ",
+                                                "neu", "ltu", "leu", "gtu", "geu", "num", "nan"};
   // Unsigned comparisons of integers have names of their own.
   static constexpr std::string_view kUnsigned[] = {"lo", "ls", "hi", "hs"};
   static constexpr Comparison kUnsignedMeaning[] = {Comparison::lt, Comparison::le, Comparison::gt, Comparison::ge};
@@ -356,7 +362,8 @@ void decode_selp(Decoder& d) {
 }
 
 void decode_testp(Decoder& d) {
-  d.out.mode = static_cast<uint8_t>(d.take_one({"finite", "infinite", "number", "notanumber", "normal", "subnormal"}, "a property"));
+  d.out.mode = static_cast<uint8_t>(
+      d.take_one({"finite", "infinite", "number", "notanumber", "normal", "subnormal"}, "a property"));
   d.out.source_type = d.take_type();
   d.expect_count(2, 2);
   d.out.p = d.predicate(d.argument(0), nullptr);
@@ -402,7 +409,8 @@ void add_arithmetic(DecodeTable& table) {
   table["dp4a"] = decode_dot;
   table["dp2a"] = decode_dot;
   table["fns"] = decode_fns;
-  for (const std::string_view name : {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}) table[name] = decode_unary;
+  for (const std::string_view name : {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"})
+    table[name] = decode_unary;
   table["copysign"] = decode_copysign;
   table["setp"] = decode_setp;
   table["set"] = decode_set;

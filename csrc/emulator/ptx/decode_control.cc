@@ -65,8 +65,10 @@ void decode_vote(Decoder& d) {
   d.out.mode = static_cast<uint8_t>(d.take_one({"all", "any", "uni", "ballot"}, "a mode"));
   d.take_type();
   d.expect_count(3, 3);
-  if (d.out.mode == 3) d.out.d = d.destination(0, Type::b32);
-  else d.out.p = d.predicate(d.argument(0), nullptr);
+  if (d.out.mode == 3)
+    d.out.d = d.destination(0, Type::b32);
+  else
+    d.out.p = d.predicate(d.argument(0), nullptr);
   d.out.q = d.predicate(d.argument(1), &d.out.p_negated);
   d.out.e = d.source(2, Type::b32);
   handle(d, execute_vote, Class::shuffle);
@@ -116,7 +118,8 @@ void decode_active_mask(Decoder& d) {
   handle(d, execute_active_mask, Class::shuffle);
 }
 
-// ------------------------------------------------------------------------------------------------------------- barriers
+// -------------------------------------------------------------------------------------------------------------
+// barriers
 
 // bar and barrier: mode 0 sync, 1 arrive, 2.. red popc/and/or. a: id, b: threads (flags 1: given).
 void decode_barrier(Decoder& d) {
@@ -142,8 +145,10 @@ void decode_barrier(Decoder& d) {
     d.out.mode = static_cast<uint8_t>(2 + d.take_one({"popc", "and", "or"}, "a reduction"));
     d.take_type();
     d.expect_count(3, 4);
-    if (d.out.mode == 2) d.out.d = d.destination(0, Type::b32);
-    else d.out.p = d.predicate(d.argument(0), nullptr);
+    if (d.out.mode == 2)
+      d.out.d = d.destination(0, Type::b32);
+    else
+      d.out.p = d.predicate(d.argument(0), nullptr);
     d.out.q = d.predicate(d.argument(d.count() - 1), &d.out.p_negated);
     at = 1;
   } else {
@@ -183,9 +188,12 @@ void decode_mbarrier_arrive(Decoder& d, bool drop) {
   barrier_state(d, at);
   d.address(at);
   d.expect_count(at + 1, at + 2);
-  if (d.count() == at + 2) d.out.b = d.source(at + 1, Type::b32);
-  else if (d.out.flags & 3) d.fail("the count is missing");
-  else d.out.b = d.constant32(1);
+  if (d.count() == at + 2)
+    d.out.b = d.source(at + 1, Type::b32);
+  else if (d.out.flags & 3)
+    d.fail("the count is missing");
+  else
+    d.out.b = d.constant32(1);
   handle(d, execute_mbarrier_arrive, Class::mbarrier_arrive);
 }
 

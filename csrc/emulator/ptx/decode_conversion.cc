@@ -25,8 +25,10 @@ Type bits_type(int bits) { return bits == 8 ? Type::b8 : bits == 16 ? Type::b16 
 void decode_mov_predicate(Decoder& d) {
   d.out.p = d.predicate(d.argument(0), nullptr);
   const Argument& from = d.argument(1);
-  if (from.kind == Argument::Kind::integer) d.out.mode = from.bits != 0;
-  else d.out.q = d.predicate(from, &d.out.p_negated);
+  if (from.kind == Argument::Kind::integer)
+    d.out.mode = from.bits != 0;
+  else
+    d.out.q = d.predicate(from, &d.out.p_negated);
   handle(d, execute_move_predicate, Class::move);
 }
 
@@ -50,7 +52,8 @@ void decode_mov(Decoder& d) {
     d.list_sources(from, bits_type(d.out.mode));
     return handle(d, execute_pack, Class::move);
   }
-  if (from.kind == Argument::Kind::special && (from.name == "%clock" || from.name == "%clock64" || from.name == "%clock_hi" || from.name == "%globaltimer"))
+  if (from.kind == Argument::Kind::special &&
+      (from.name == "%clock" || from.name == "%clock64" || from.name == "%clock_hi" || from.name == "%globaltimer"))
     return handle(d, execute_clock, Class::move);
   d.out.a = d.source(1, type);
   handle(d, execute_move, Class::move);
@@ -71,11 +74,20 @@ const NarrowName* narrow_named(std::string_view name) {
 
 void take_convert_modifiers(Decoder& d) {
   switch (d.take_any({"rni", "rzi", "rmi", "rpi"})) {
-    case 0: d.out.flags |= kConvertIntegral; break;
-    case 1: d.out.flags |= kConvertIntegral, d.out.rounding = Rounding::toward_zero; break;
-    case 2: d.out.flags |= kConvertIntegral, d.out.rounding = Rounding::down; break;
-    case 3: d.out.flags |= kConvertIntegral, d.out.rounding = Rounding::up; break;
-    default: d.take_rounding();
+    case 0:
+      d.out.flags |= kConvertIntegral;
+      break;
+    case 1:
+      d.out.flags |= kConvertIntegral, d.out.rounding = Rounding::toward_zero;
+      break;
+    case 2:
+      d.out.flags |= kConvertIntegral, d.out.rounding = Rounding::down;
+      break;
+    case 3:
+      d.out.flags |= kConvertIntegral, d.out.rounding = Rounding::up;
+      break;
+    default:
+      d.take_rounding();
   }
   d.out.flush = d.take("ftz");
   d.out.saturate = d.take("sat");
@@ -148,8 +160,11 @@ void decode_cvt(Decoder& d) {
   const int slots = slots_of(to);
   d.out.out_slots = static_cast<uint8_t>(slots);
   // A register may be wider than an integer type: the value is extended into it.
-  if (target.kind == Argument::Kind::register_ && !is_float(to) && target.reg.bits > type_bits(to) && target.reg.slots <= 2) {
-    d.out.type = target.reg.bits == 64 ? (is_signed(to) ? Type::s64 : Type::u64) : target.reg.bits == 32 ? (is_signed(to) ? Type::s32 : Type::u32) : to;
+  if (target.kind == Argument::Kind::register_ && !is_float(to) && target.reg.bits > type_bits(to) &&
+      target.reg.slots <= 2) {
+    d.out.type = target.reg.bits == 64   ? (is_signed(to) ? Type::s64 : Type::u64)
+                 : target.reg.bits == 32 ? (is_signed(to) ? Type::s32 : Type::u32)
+                                         : to;
     d.out.out_slots = target.reg.slots;
     if (type_bits(from) > type_bits(to)) d.fail("a narrowing cvt into a wider register is not supported");
     d.out.d = static_cast<Slot>(target.reg.index);

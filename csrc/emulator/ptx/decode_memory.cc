@@ -12,34 +12,64 @@ void handle(Decoder& d, Handler handler, Class kind) {
 
 MemoryOrder take_order(Decoder& d) {
   switch (d.take_any({"weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio"})) {
-    case 1: return MemoryOrder::relaxed;
-    case 2: return MemoryOrder::acquire;
-    case 3: return MemoryOrder::release;
-    case 4: return MemoryOrder::acquire_release;
-    case 5: case 6: return MemoryOrder::relaxed;
-    default: return MemoryOrder::weak;
+    case 1:
+      return MemoryOrder::relaxed;
+    case 2:
+      return MemoryOrder::acquire;
+    case 3:
+      return MemoryOrder::release;
+    case 4:
+      return MemoryOrder::acquire_release;
+    case 5:
+    case 6:
+      return MemoryOrder::relaxed;
+    default:
+      return MemoryOrder::weak;
   }
 }
 
 // Cache hints change nothing here. A cache policy operand is read by nobody.
 void take_cache_hints(Decoder& d) {
-  while (d.take_any({"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last",
-                     "L1::no_allocate", "L2::64B", "L2::128B", "L2::256B", "L2::evict_normal", "L2::evict_first", "L2::evict_last", "L2::cache_hint"}) >= 0) {
+  while (d.take_any({"ca",
+                     "cg",
+                     "cs",
+                     "lu",
+                     "cv",
+                     "wb",
+                     "wt",
+                     "nc",
+                     "L1::evict_normal",
+                     "L1::evict_unchanged",
+                     "L1::evict_first",
+                     "L1::evict_last",
+                     "L1::no_allocate",
+                     "L2::64B",
+                     "L2::128B",
+                     "L2::256B",
+                     "L2::evict_normal",
+                     "L2::evict_first",
+                     "L2::evict_last",
+                     "L2::cache_hint"}) >= 0) {
   }
 }
 
 uint8_t take_vector(Decoder& d) {
   switch (d.take_any({"v2", "v4", "v8"})) {
-    case 0: return 2;
-    case 1: return 4;
-    case 2: return 8;
-    default: return 1;
+    case 0:
+      return 2;
+    case 1:
+      return 4;
+    case 2:
+      return 8;
+    default:
+      return 1;
   }
 }
 
 Class load_class(Space space) {
-  return space == Space::global || space == Space::generic ? Class::load_global
-         : space == Space::shared || space == Space::shared_cluster ? Class::load_shared : Class::load_other;
+  return space == Space::global || space == Space::generic          ? Class::load_global
+         : space == Space::shared || space == Space::shared_cluster ? Class::load_shared
+                                                                    : Class::load_other;
 }
 Class store_class(Space space) {
   return space == Space::shared || space == Space::shared_cluster ? Class::store_shared : Class::store_global;
@@ -50,7 +80,9 @@ void take_element(Decoder& d, const Argument& data) {
   d.out.type = d.take_type();
   if (type_bits(d.out.type) * d.out.vector > 256) d.fail("a memory access has at most 32 bytes");
   const size_t elements = data.kind == Argument::Kind::vector ? data.items.size() : 1;
-  if (elements != d.out.vector) d.fail("the operand has " + std::to_string(elements) + " elements, the instruction " + std::to_string(d.out.vector));
+  if (elements != d.out.vector)
+    d.fail("the operand has " + std::to_string(elements) + " elements, the instruction " +
+           std::to_string(d.out.vector));
 }
 
 // ld.param names a place in the parameter block that is known now.
@@ -61,7 +93,8 @@ bool load_parameter(Decoder& d) {
   if (variable.space != Space::param) return false;
   const int64_t bytes = int64_t{type_bits(d.out.type)} / 8 * d.out.vector;
   d.out.offset = static_cast<int64_t>(variable.offset + static_cast<uint64_t>(from.offset));
-  if (from.offset < 0 || from.offset > (1 << 16) || d.out.offset + bytes > d.program().param_bytes) d.fail("the load is outside of the parameters");
+  if (from.offset < 0 || from.offset > (1 << 16) || d.out.offset + bytes > d.program().param_bytes)
+    d.fail("the load is outside of the parameters");
   handle(d, execute_load_param, Class::load_other);
   return true;
 }
@@ -82,7 +115,7 @@ void decode_ld(Decoder& d) {
 }
 
 void decode_st(Decoder& d) {
-  if (d.take("async")) d.fail("the emulator does not know this instruction");
+  if (d.take("async")) return decode_store_async(d);
   d.take("bulk");
   d.out.order = take_order(d);
   d.take_scope();
@@ -110,14 +143,16 @@ void decode_createpolicy(Decoder& d) {
   handle(d, execute_move, Class::other);
 }
 
-// --------------------------------------------------------------------------------------------------------------- atomics
+// ---------------------------------------------------------------------------------------------------------------
+// atomics
 
 void atomic(Decoder& d, bool has_destination) {
   d.out.order = take_order(d);
   d.take_scope();
   d.out.space = d.take_space();
   take_cache_hints(d);
-  const int operation = d.take_one({"add", "min", "max", "and", "or", "xor", "inc", "dec", "exch", "cas"}, "an operation");
+  const int operation =
+      d.take_one({"add", "min", "max", "and", "or", "xor", "inc", "dec", "exch", "cas"}, "an operation");
   static constexpr uint8_t kModes[] = {0, 1, 2, 5, 6, 7, 8, 9, 10, 11};
   d.out.mode = kModes[operation];
   d.take("noftz");
@@ -132,18 +167,20 @@ void atomic(Decoder& d, bool has_destination) {
   if (has_destination) {
     d.out.flags = 1;
     d.list_destinations(d.argument(0), d.out.type);
-    if (d.out.list_count != 2u * d.out.vector) d.fail("the destination does not have as many elements as the instruction");
+    if (d.out.list_count != 2u * d.out.vector)
+      d.fail("the destination does not have as many elements as the instruction");
   }
   if (d.out.mode == 11) d.out.c = d.source(first + 2, d.out.type);
   handle(d, execute_atomic, Class::atomic);
 }
 
 void decode_red(Decoder& d) {
-  if (d.take("async")) d.fail("the emulator does not know this instruction");
+  if (d.take("async")) return decode_store_async(d);
   atomic(d, false);
 }
 
-// ---------------------------------------------------------------------------------------------------------------- fences
+// ----------------------------------------------------------------------------------------------------------------
+// fences
 
 void decode_fence(Decoder& d) {
   if (d.take("proxy")) {
@@ -165,12 +202,15 @@ void decode_matrix_move(Decoder& d, bool load) {
   d.out.space = d.take_space();
   const bool narrow = d.take("b8");
   if (!narrow) d.take_one({"b16"}, ".b16");
-  if (narrow != (shape == 1) || (narrow && (load || !(d.out.flags & 1)))) d.fail("the emulator does not know this shape");
+  if (narrow != (shape == 1) || (narrow && (load || !(d.out.flags & 1))))
+    d.fail("the emulator does not know this shape");
   if (narrow) d.out.flags |= 2;
   d.expect_count(2, 2);
   d.address(load ? 1 : 0);
-  if (load) d.list_destinations(d.argument(0), Type::b32);
-  else d.list_sources(d.argument(1), Type::b32);
+  if (load)
+    d.list_destinations(d.argument(0), Type::b32);
+  else
+    d.list_sources(d.argument(1), Type::b32);
   if (d.out.list_count != d.out.mode) d.fail("the operand does not have as many registers as the instruction");
   handle(d, load ? execute_load_matrix : execute_store_matrix, load ? Class::load_shared : Class::store_shared);
 }

@@ -15,22 +15,49 @@ struct SpecialName {
   Preset::Kind kind;
 };
 using K = Preset::Kind;
-constexpr SpecialName kSpecials[] = {
-    {"%tid.x", K::tid_x}, {"%tid.y", K::tid_y}, {"%tid.z", K::tid_z}, {"%ntid.x", K::ntid_x}, {"%ntid.y", K::ntid_y},
-    {"%ntid.z", K::ntid_z}, {"%ctaid.x", K::ctaid_x}, {"%ctaid.y", K::ctaid_y}, {"%ctaid.z", K::ctaid_z},
-    {"%nctaid.x", K::nctaid_x}, {"%nctaid.y", K::nctaid_y}, {"%nctaid.z", K::nctaid_z}, {"%laneid", K::laneid},
-    {"%warpid", K::warpid}, {"%nwarpid", K::nwarpid}, {"%smid", K::smid}, {"%nsmid", K::nsmid}, {"%gridid", K::gridid},
-    {"%lanemask_eq", K::lanemask_eq}, {"%lanemask_le", K::lanemask_le}, {"%lanemask_lt", K::lanemask_lt},
-    {"%lanemask_ge", K::lanemask_ge}, {"%lanemask_gt", K::lanemask_gt}, {"%clusterid.x", K::clusterid_x},
-    {"%clusterid.y", K::clusterid_y}, {"%clusterid.z", K::clusterid_z}, {"%nclusterid.x", K::nclusterid_x},
-    {"%nclusterid.y", K::nclusterid_y}, {"%nclusterid.z", K::nclusterid_z}, {"%cluster_ctaid.x", K::cluster_ctaid_x},
-    {"%cluster_ctaid.y", K::cluster_ctaid_y}, {"%cluster_ctaid.z", K::cluster_ctaid_z},
-    {"%cluster_nctaid.x", K::cluster_nctaid_x}, {"%cluster_nctaid.y", K::cluster_nctaid_y},
-    {"%cluster_nctaid.z", K::cluster_nctaid_z}, {"%cluster_ctarank", K::cluster_ctarank},
-    {"%cluster_nctarank", K::cluster_nctarank}, {"%is_explicit_cluster", K::is_explicit_cluster},
-    {"%dynamic_smem_size", K::dynamic_smem_size}, {"%total_smem_size", K::total_smem_size},
-    {"%reserved_smem_offset_begin", K::reserved_smem_begin}, {"%reserved_smem_offset_end", K::reserved_smem_end},
-    {"%reserved_smem_offset_cap", K::reserved_smem_cap}};
+constexpr SpecialName kSpecials[] = {{"%tid.x", K::tid_x},
+                                     {"%tid.y", K::tid_y},
+                                     {"%tid.z", K::tid_z},
+                                     {"%ntid.x", K::ntid_x},
+                                     {"%ntid.y", K::ntid_y},
+                                     {"%ntid.z", K::ntid_z},
+                                     {"%ctaid.x", K::ctaid_x},
+                                     {"%ctaid.y", K::ctaid_y},
+                                     {"%ctaid.z", K::ctaid_z},
+                                     {"%nctaid.x", K::nctaid_x},
+                                     {"%nctaid.y", K::nctaid_y},
+                                     {"%nctaid.z", K::nctaid_z},
+                                     {"%laneid", K::laneid},
+                                     {"%warpid", K::warpid},
+                                     {"%nwarpid", K::nwarpid},
+                                     {"%smid", K::smid},
+                                     {"%nsmid", K::nsmid},
+                                     {"%gridid", K::gridid},
+                                     {"%lanemask_eq", K::lanemask_eq},
+                                     {"%lanemask_le", K::lanemask_le},
+                                     {"%lanemask_lt", K::lanemask_lt},
+                                     {"%lanemask_ge", K::lanemask_ge},
+                                     {"%lanemask_gt", K::lanemask_gt},
+                                     {"%clusterid.x", K::clusterid_x},
+                                     {"%clusterid.y", K::clusterid_y},
+                                     {"%clusterid.z", K::clusterid_z},
+                                     {"%nclusterid.x", K::nclusterid_x},
+                                     {"%nclusterid.y", K::nclusterid_y},
+                                     {"%nclusterid.z", K::nclusterid_z},
+                                     {"%cluster_ctaid.x", K::cluster_ctaid_x},
+                                     {"%cluster_ctaid.y", K::cluster_ctaid_y},
+                                     {"%cluster_ctaid.z", K::cluster_ctaid_z},
+                                     {"%cluster_nctaid.x", K::cluster_nctaid_x},
+                                     {"%cluster_nctaid.y", K::cluster_nctaid_y},
+                                     {"%cluster_nctaid.z", K::cluster_nctaid_z},
+                                     {"%cluster_ctarank", K::cluster_ctarank},
+                                     {"%cluster_nctarank", K::cluster_nctarank},
+                                     {"%is_explicit_cluster", K::is_explicit_cluster},
+                                     {"%dynamic_smem_size", K::dynamic_smem_size},
+                                     {"%total_smem_size", K::total_smem_size},
+                                     {"%reserved_smem_offset_begin", K::reserved_smem_begin},
+                                     {"%reserved_smem_offset_end", K::reserved_smem_end},
+                                     {"%reserved_smem_offset_cap", K::reserved_smem_cap}};
 
 const DecodeTable& table() {
   static const DecodeTable table = [] {
@@ -39,6 +66,8 @@ const DecodeTable& table() {
     add_conversion(all);
     add_memory(all);
     add_control(all);
+    add_asynchronous(all);
+    add_matrix(all);
     return all;
   }();
   return table;
@@ -48,13 +77,30 @@ const DecodeTable& table() {
 
 int type_bits(Type type) {
   switch (type) {
-    case Type::none: return 0;
-    case Type::pred: return 1;
-    case Type::b8: case Type::u8: case Type::s8: return 8;
-    case Type::b16: case Type::u16: case Type::s16: case Type::f16: case Type::bf16: return 16;
-    case Type::b64: case Type::u64: case Type::s64: case Type::f64: case Type::f32x2: return 64;
-    case Type::b128: return 128;
-    default: return 32;
+    case Type::none:
+      return 0;
+    case Type::pred:
+      return 1;
+    case Type::b8:
+    case Type::u8:
+    case Type::s8:
+      return 8;
+    case Type::b16:
+    case Type::u16:
+    case Type::s16:
+    case Type::f16:
+    case Type::bf16:
+      return 16;
+    case Type::b64:
+    case Type::u64:
+    case Type::s64:
+    case Type::f64:
+    case Type::f32x2:
+      return 64;
+    case Type::b128:
+      return 128;
+    default:
+      return 32;
   }
 }
 
@@ -64,19 +110,21 @@ int slots_of(Type type) { return std::max(1, type_bits(type) / 32); }
 
 Type type_of(std::string_view word) {
   static const std::unordered_map<std::string_view, Type> kTypes = {
-      {"pred", Type::pred}, {"b8", Type::b8}, {"u8", Type::u8}, {"s8", Type::s8}, {"b16", Type::b16}, {"u16", Type::u16},
-      {"s16", Type::s16}, {"b32", Type::b32}, {"u32", Type::u32}, {"s32", Type::s32}, {"b64", Type::b64}, {"u64", Type::u64},
-      {"s64", Type::s64}, {"b128", Type::b128}, {"f16", Type::f16}, {"f16x2", Type::f16x2}, {"bf16", Type::bf16},
-      {"bf16x2", Type::bf16x2}, {"tf32", Type::tf32}, {"f32", Type::f32}, {"f32x2", Type::f32x2}, {"f64", Type::f64}};
+      {"pred", Type::pred},   {"b8", Type::b8},     {"u8", Type::u8},         {"s8", Type::s8},     {"b16", Type::b16},
+      {"u16", Type::u16},     {"s16", Type::s16},   {"b32", Type::b32},       {"u32", Type::u32},   {"s32", Type::s32},
+      {"b64", Type::b64},     {"u64", Type::u64},   {"s64", Type::s64},       {"b128", Type::b128}, {"f16", Type::f16},
+      {"f16x2", Type::f16x2}, {"bf16", Type::bf16}, {"bf16x2", Type::bf16x2}, {"tf32", Type::tf32}, {"f32", Type::f32},
+      {"f32x2", Type::f32x2}, {"f64", Type::f64}};
   const auto found = kTypes.find(word);
   return found == kTypes.end() ? Type::none : found->second;
 }
 
 const char* class_name(Class value) {
   static const char* const kNames[kClasses] = {
-      "arithmetic", "special_function", "conversion", "compare", "move", "branch", "shuffle", "load_global", "store_global",
-      "load_shared", "store_shared", "load_other", "atomic", "barrier", "mbarrier_arrive", "mbarrier_wait", "fence", "bulk_copy",
-      "bulk_wait", "matrix", "matrix_control", "tensor_load", "tensor_store", "other"};
+      "arithmetic", "special_function", "conversion",      "compare",       "move",         "branch",
+      "shuffle",    "load_global",      "store_global",    "load_shared",   "store_shared", "load_other",
+      "atomic",     "barrier",          "mbarrier_arrive", "mbarrier_wait", "fence",        "bulk_copy",
+      "bulk_wait",  "matrix",           "matrix_control",  "tensor_load",   "tensor_store", "other"};
   return kNames[static_cast<int>(value)];
 }
 
@@ -108,12 +156,14 @@ Instruction Decoder::decode(const Statement& statement) {
   const auto found = table().find(mnemonic_);
   if (found == table().end()) fail("the emulator does not know this instruction");
   found->second(*this);
-  if (!modifiers_.empty()) fail("the emulator does not know the modifier ." + std::string(modifiers_.front()) + " here");
+  if (!modifiers_.empty())
+    fail("the emulator does not know the modifier ." + std::string(modifiers_.front()) + " here");
   if (out.handler == nullptr) fail("the emulator does not know this form");
   return out;
 }
 
-// ------------------------------------------------------------------------------------------------------------ modifiers
+// ------------------------------------------------------------------------------------------------------------
+// modifiers
 
 bool Decoder::take(std::string_view modifier) {
   const auto found = std::find(modifiers_.begin(), modifiers_.end(), modifier);
@@ -164,11 +214,20 @@ Type Decoder::take_type_or(Type fallback) {
 
 void Decoder::take_rounding() {
   switch (take_any({"rn", "rz", "rm", "rp", "rna"})) {
-    case 1: out.rounding = Rounding::toward_zero; break;
-    case 2: out.rounding = Rounding::down; break;
-    case 3: out.rounding = Rounding::up; break;
-    case 4: out.rounding = Rounding::nearest_away; break;
-    default: break;
+    case 1:
+      out.rounding = Rounding::toward_zero;
+      break;
+    case 2:
+      out.rounding = Rounding::down;
+      break;
+    case 3:
+      out.rounding = Rounding::up;
+      break;
+    case 4:
+      out.rounding = Rounding::nearest_away;
+      break;
+    default:
+      break;
   }
 }
 
@@ -182,13 +241,22 @@ void Decoder::take_scope() { take_any({"cta", "cluster", "gpu", "sys"}); }
 
 Space Decoder::take_space() {
   switch (take_any({"global", "shared", "shared::cta", "shared::cluster", "local", "const", "param", "param::entry"})) {
-    case 0: return Space::global;
-    case 1: case 2: return Space::shared;
-    case 3: return Space::shared_cluster;
-    case 4: return Space::local;
-    case 5: return Space::constant;
-    case 6: case 7: return Space::param;
-    default: return Space::generic;
+    case 0:
+      return Space::global;
+    case 1:
+    case 2:
+      return Space::shared;
+    case 3:
+      return Space::shared_cluster;
+    case 4:
+      return Space::local;
+    case 5:
+      return Space::constant;
+    case 6:
+    case 7:
+      return Space::param;
+    default:
+      return Space::generic;
   }
 }
 
@@ -198,7 +266,8 @@ int Decoder::take_cta_group() {
   return 0;
 }
 
-// ------------------------------------------------------------------------------------------------------------- operands
+// -------------------------------------------------------------------------------------------------------------
+// operands
 
 const Argument& Decoder::argument(size_t index) const {
   if (index >= count()) fail("operand " + std::to_string(index + 1) + " is missing");
@@ -207,7 +276,8 @@ const Argument& Decoder::argument(size_t index) const {
 
 void Decoder::expect_count(size_t low, size_t high) const {
   if (count() < low || count() > high)
-    fail("takes " + std::to_string(low) + (low == high ? "" : " to " + std::to_string(high)) + " operands, not " + std::to_string(count()));
+    fail("takes " + std::to_string(low) + (low == high ? "" : " to " + std::to_string(high)) + " operands, not " +
+         std::to_string(count()));
 }
 
 Slot Decoder::constant32(uint32_t value) {
@@ -238,7 +308,8 @@ Slot Decoder::scratch(int slots) {
 
 Slot Decoder::preset(Preset::Kind kind, uint32_t symbol, int64_t offset, int slots) {
   for (const Preset& one : program_.presets)
-    if (one.kind == kind && one.symbol == symbol && one.offset == offset && one.slots == slots) return static_cast<Slot>(one.slot);
+    if (one.kind == kind && one.symbol == symbol && one.offset == offset && one.slots == slots)
+      return static_cast<Slot>(one.slot);
   const uint32_t slot = program_.register_slots;
   program_.register_slots += static_cast<uint32_t>(slots);
   program_.presets.push_back({kind, slot, static_cast<uint8_t>(slots), symbol, offset});
@@ -262,13 +333,18 @@ Slot Decoder::symbol(const Argument& argument, int slots) {
 }
 
 Slot Decoder::real(const Argument& argument, Type type) {
-  const double value = argument.kind == Argument::Kind::real64 ? std::bit_cast<double>(argument.bits)
-                                                               : static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(argument.bits)));
+  const double value = argument.kind == Argument::Kind::real64
+                           ? std::bit_cast<double>(argument.bits)
+                           : static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(argument.bits)));
   switch (type) {
-    case Type::f64: return constant64(std::bit_cast<uint64_t>(value));
-    case Type::f16: return constant32(from_f32(Format::f16, static_cast<float>(value)));
-    case Type::bf16: return constant32(from_f32(Format::bf16, static_cast<float>(value)));
-    default: break;
+    case Type::f64:
+      return constant64(std::bit_cast<uint64_t>(value));
+    case Type::f16:
+      return constant32(from_f32(Format::f16, static_cast<float>(value)));
+    case Type::bf16:
+      return constant32(from_f32(Format::bf16, static_cast<float>(value)));
+    default:
+      break;
   }
   if (argument.kind == Argument::Kind::real32) return constant32(static_cast<uint32_t>(argument.bits));
   if (type_bits(type) == 64) return constant64(argument.bits);
@@ -279,7 +355,8 @@ Slot Decoder::source(const Argument& argument, Type type) {
   const int slots = slots_of(type);
   switch (argument.kind) {
     case Argument::Kind::register_:
-      if (argument.reg.slots != slots) fail("a source register of " + std::to_string(argument.reg.slots * 32) + " bits does not fit the type");
+      if (argument.reg.slots != slots)
+        fail("a source register of " + std::to_string(argument.reg.slots * 32) + " bits does not fit the type");
       return static_cast<Slot>(argument.reg.index);
     case Argument::Kind::integer: {
       if (is_float(type) && type_bits(type) != 64) return constant32(static_cast<uint32_t>(argument.bits));
@@ -289,11 +366,15 @@ Slot Decoder::source(const Argument& argument, Type type) {
       return constant32(type_bits(type) == 16 ? low & 0xffff : type_bits(type) == 8 ? low & 0xff : low);
     }
     case Argument::Kind::real32:
-    case Argument::Kind::real64: return real(argument, type);
+    case Argument::Kind::real64:
+      return real(argument, type);
     case Argument::Kind::special:
-    case Argument::Kind::name: return special(argument, slots);
-    case Argument::Kind::symbol: return symbol(argument, slots);
-    default: fail("an operand is of the wrong kind");
+    case Argument::Kind::name:
+      return special(argument, slots);
+    case Argument::Kind::symbol:
+      return symbol(argument, slots);
+    default:
+      fail("an operand is of the wrong kind");
   }
 }
 
@@ -301,13 +382,15 @@ Slot Decoder::destination(const Argument& argument, Type type) {
   const int slots = slots_of(type);
   if (argument.kind == Argument::Kind::sink) return scratch(slots);
   if (argument.kind != Argument::Kind::register_) fail("the destination must be a register");
-  if (argument.reg.slots != slots) fail("a destination register of " + std::to_string(argument.reg.slots * 32) + " bits does not fit the type");
+  if (argument.reg.slots != slots)
+    fail("a destination register of " + std::to_string(argument.reg.slots * 32) + " bits does not fit the type");
   return static_cast<Slot>(argument.reg.index);
 }
 
 Slot Decoder::relaxed_source(size_t index, Type type) {
   const Argument& given = argument(index);
-  if (given.kind == Argument::Kind::register_ && given.reg.slots > slots_of(type)) return static_cast<Slot>(given.reg.index);
+  if (given.kind == Argument::Kind::register_ && given.reg.slots > slots_of(type))
+    return static_cast<Slot>(given.reg.index);
   return source(given, type);
 }
 
@@ -329,12 +412,14 @@ void Decoder::predicate_logic(size_t sources) {
 int32_t Decoder::predicate(const Argument& argument, bool* negated) {
   if (negated != nullptr) *negated = argument.negated;
   if (argument.kind == Argument::Kind::sink && negated == nullptr) return -1;
-  if (argument.kind != Argument::Kind::predicate || (negated == nullptr && argument.negated)) fail("an operand must be a predicate");
+  if (argument.kind != Argument::Kind::predicate || (negated == nullptr && argument.negated))
+    fail("an operand must be a predicate");
   return static_cast<int32_t>(argument.reg.index);
 }
 
 uint64_t Decoder::immediate(size_t index) const {
-  if (argument(index).kind != Argument::Kind::integer) fail("operand " + std::to_string(index + 1) + " must be a constant");
+  if (argument(index).kind != Argument::Kind::integer)
+    fail("operand " + std::to_string(index + 1) + " must be a constant");
   return argument(index).bits;
 }
 
@@ -357,10 +442,22 @@ Slot Decoder::address_slot(const Argument& argument, int64_t* offset) {
 
 void Decoder::address(size_t index) {
   const Argument& given = argument(index);
-  if (given.kind != Argument::Kind::address) fail("operand " + std::to_string(index + 1) + " must be an address in brackets");
+  if (given.kind != Argument::Kind::address)
+    fail("operand " + std::to_string(index + 1) + " must be an address in brackets");
   const Argument& base = given.items[0];
   out.wide_address = !(base.kind == Argument::Kind::register_ && base.reg.slots == 1);
   out.a = address_slot(given, &out.offset);
+}
+
+MemoryOperand Decoder::memory_operand(size_t index) {
+  const Argument& given = argument(index);
+  if (given.kind != Argument::Kind::address)
+    fail("operand " + std::to_string(index + 1) + " must be an address in brackets");
+  const Argument& base = given.items[0];
+  MemoryOperand operand;
+  operand.wide = !(base.kind == Argument::Kind::register_ && base.reg.slots == 1);
+  operand.base = address_slot(given, &operand.offset);
+  return operand;
 }
 
 void Decoder::append(Slot slot) {
@@ -382,7 +479,8 @@ void Decoder::list_destinations(const Argument& argument, Type type) {
   for (const Argument& one : argument.items) append(destination(one, type));
 }
 
-// -------------------------------------------------------------------------------------------------------------- modules
+// --------------------------------------------------------------------------------------------------------------
+// modules
 
 namespace {
 

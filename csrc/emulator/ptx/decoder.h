@@ -32,11 +32,11 @@ class Decoder {
   int take_one(std::initializer_list<std::string_view> choices, const char* what);  // fails for none
   std::string_view next();  // removes and gives the first modifier; empty if none is left
   std::string_view peek() const;
-  Type take_type();          // first modifier that names a type; fails for none
+  Type take_type();  // first modifier that names a type; fails for none
   Type take_type_or(Type fallback);
-  void take_rounding();      // .rn .rz .rm .rp .rna into out.rounding
-  void take_arithmetic();    // rounding, .ftz, .sat
-  void take_scope();         // .cta .cluster .gpu .sys: accepted
+  void take_rounding();    // .rn .rz .rm .rp .rna into out.rounding
+  void take_arithmetic();  // rounding, .ftz, .sat
+  void take_scope();       // .cta .cluster .gpu .sys: accepted
   Space take_space();
   int take_cta_group();
 
@@ -55,6 +55,7 @@ class Decoder {
   void address(size_t index);
   // A base for a second address: its slot (low 32 bits count), the offset apart.
   Slot address_slot(const Argument& argument, int64_t* offset);
+  MemoryOperand memory_operand(size_t index);
   // A source of cvt, st and shfl: a register that may be wider than the type.
   Slot relaxed_source(size_t index, Type type);
   // Appends slots of a vector (or single) operand to the list; first call sets out.list.
@@ -62,9 +63,9 @@ class Decoder {
   void list_destinations(const Argument& argument, Type type);
   Slot constant32(uint32_t value);
   Slot constant64(uint64_t value);
-  int32_t carry_predicate();                // the condition code of add.cc and friends
-  void predicate_logic(size_t sources);     // and.pred d, a, b: p = op(q, target)
-  Slot scratch(int slots);  // a register of its own, for results that are thrown away
+  int32_t carry_predicate();             // the condition code of add.cc and friends
+  void predicate_logic(size_t sources);  // and.pred d, a, b: p = op(q, target)
+  Slot scratch(int slots);               // a register of its own, for results that are thrown away
 
  private:
   void split(std::string_view opcode);
@@ -90,6 +91,7 @@ Type type_of(std::string_view word);  // Type::none for a word that is no type
 using Decode = void (*)(Decoder&);
 using DecodeTable = std::unordered_map<std::string_view, Decode>;
 // By mnemonic (the word before the first dot).
+void decode_store_async(Decoder& d);  // st.async and red.async, what follows .async
 void add_arithmetic(DecodeTable& table);
 void add_conversion(DecodeTable& table);
 void add_memory(DecodeTable& table);

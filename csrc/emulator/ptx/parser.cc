@@ -42,7 +42,8 @@ class Parser {
   const Token& ahead(size_t n) const { return tokens_[std::min(at_ + n, tokens_.size() - 1)]; }
   [[noreturn]] void fail(const std::string& message) const { throw PtxError(current().line, message); }
   [[noreturn]] void fail_at_token(const std::string& wanted) const {
-    const std::string seen = current().kind == Token::Kind::end ? "the end of the text" : "'" + std::string(current().text.substr(0, 60)) + "'";
+    const std::string seen = current().kind == Token::Kind::end ? "the end of the text"
+                                                                : "'" + std::string(current().text.substr(0, 60)) + "'";
     fail("expected " + wanted + ", found " + seen);
   }
   Token take() {
@@ -102,7 +103,8 @@ class Parser {
     const std::string_view name = word("a target such as sm_90a");
     int number = 0;
     if (name.size() > 3 && name.substr(0, 3) == "sm_")
-      for (size_t i = 3; i < name.size() && name[i] >= '0' && name[i] <= '9' && number < 1000; i++) number = number * 10 + (name[i] - '0');
+      for (size_t i = 3; i < name.size() && name[i] >= '0' && name[i] <= '9' && number < 1000; i++)
+        number = number * 10 + (name[i] - '0');
     if (number < 50) fail("unknown target '" + std::string(name.substr(0, 40)) + "'");
     module_.target = number;
     module_.target_name = name;
@@ -145,13 +147,16 @@ class Parser {
           continue;
         }
         const uint64_t count = integer("an array length");
-        if (count > kMaxVariableBytes || one.bytes * count > kMaxVariableBytes) fail("variable '" + one.name + "' is larger than 256 MiB");
+        if (count > kMaxVariableBytes || one.bytes * count > kMaxVariableBytes)
+          fail("variable '" + one.name + "' is larger than 256 MiB");
         one.bytes *= count;
         expect(']');
       }
       one.dynamic = is_extern && one.space == Space::shared;
-      if (accept('=')) initializer(one, element, open_ended);
-      else if (open_ended && !one.dynamic) fail("variable '" + one.name + "' has no length");
+      if (accept('='))
+        initializer(one, element, open_ended);
+      else if (open_ended && !one.dynamic)
+        fail("variable '" + one.name + "' has no length");
       if (one.dynamic) one.bytes = 0;
       into.push_back(std::move(one));
     } while (accept(','));
@@ -165,10 +170,13 @@ class Parser {
       const std::string_view text = take().text;
       if (text == ".align") {
         const uint64_t align = integer("an alignment");
-        if (align == 0 || align > 4096 || (align & (align - 1)) != 0) fail("alignment " + std::to_string(align) + " is not a power of two up to 4096");
+        if (align == 0 || align > 4096 || (align & (align - 1)) != 0)
+          fail("alignment " + std::to_string(align) + " is not a power of two up to 4096");
         variable.align = std::max(variable.align, static_cast<uint32_t>(align));
       } else if (text == ".ptr") {
-        while (current().is_directive(".global") || current().is_directive(".shared") || current().is_directive(".const") || current().is_directive(".local")) at_++;
+        while (current().is_directive(".global") || current().is_directive(".shared") ||
+               current().is_directive(".const") || current().is_directive(".local"))
+          at_++;
         if (current().is_directive(".align")) {
           at_++;
           integer("an alignment");
@@ -198,14 +206,16 @@ class Parser {
       do {
         const bool negative = accept('-');
         const Token token = take();
-        if (token.kind != Token::Kind::integer && token.kind != Token::Kind::real32 && token.kind != Token::Kind::real64)
+        if (token.kind != Token::Kind::integer && token.kind != Token::Kind::real32 &&
+            token.kind != Token::Kind::real64)
           fail("variable '" + variable.name + "': an initialiser must be a number");
         put(negative ? 0 - token.bits : token.bits);
       } while (braces && accept(','));
     }
     if (braces) expect('}');
     if (open_ended) variable.bytes = variable.initial.size();
-    if (variable.initial.size() > variable.bytes) fail("variable '" + variable.name + "' has more initial values than room");
+    if (variable.initial.size() > variable.bytes)
+      fail("variable '" + variable.name + "' has more initial values than room");
   }
 
   // -------------------------------------------------------------------------------------------------------- entries
@@ -258,7 +268,9 @@ class Parser {
         if (!accept(',')) break;
       }
       if (text == ".reqntid") std::copy(numbers, numbers + 3, entry.required_block);
-      if (text == ".maxntid") entry.max_threads = static_cast<uint32_t>(std::min<uint64_t>(uint64_t{numbers[0]} * numbers[1] * numbers[2], 1024));
+      if (text == ".maxntid")
+        entry.max_threads =
+            static_cast<uint32_t>(std::min<uint64_t>(uint64_t{numbers[0]} * numbers[1] * numbers[2], 1024));
       if (text == ".reqnctapercluster") std::copy(numbers, numbers + 3, entry.required_cluster);
       if (text == ".pragma") skip_to(';');
     }
@@ -341,7 +353,8 @@ class Parser {
       statement.guard_negated = accept('!');
       const std::string_view name = word("a predicate");
       const Register* reg = scopes_->find(name);
-      if (reg == nullptr || !reg->is_predicate) throw PtxError(statement.line, "'" + std::string(name) + "' is no predicate");
+      if (reg == nullptr || !reg->is_predicate)
+        throw PtxError(statement.line, "'" + std::string(name) + "' is no predicate");
       statement.guard = static_cast<int32_t>(reg->index);
     }
     statement.opcode = word("an instruction");
@@ -352,7 +365,8 @@ class Parser {
     expect(';');
     const bool is_branch = statement.opcode.substr(0, 3) == "bra" || statement.opcode.substr(0, 3) == "brx";
     std::string_view label;
-    if (is_branch && !statement.arguments.empty() && statement.arguments.back().kind == Argument::Kind::name) label = statement.arguments.back().name;
+    if (is_branch && !statement.arguments.empty() && statement.arguments.back().kind == Argument::Kind::name)
+      label = statement.arguments.back().name;
     entry.statements.push_back(std::move(statement));
     if (!label.empty()) scopes_->jump(label);
   }
@@ -501,9 +515,9 @@ class Parser {
 int type_bytes(std::string_view type) {
   if (!type.empty() && type[0] == '.') type.remove_prefix(1);
   static const std::unordered_map<std::string_view, int> kBytes = {
-      {"b8", 1},  {"u8", 1},  {"s8", 1},   {"b16", 2}, {"u16", 2},  {"s16", 2},    {"f16", 2},     {"bf16", 2},  {"b32", 4},
-      {"u32", 4}, {"s32", 4}, {"f32", 4},  {"b64", 8}, {"u64", 8},  {"s64", 8},    {"f64", 8},     {"b128", 16}, {"f16x2", 4},
-      {"bf16x2", 4}, {"f32x2", 8}, {"tf32", 4}};
+      {"b8", 1},   {"u8", 1},  {"s8", 1},    {"b16", 2},   {"u16", 2},    {"s16", 2},   {"f16", 2},
+      {"bf16", 2}, {"b32", 4}, {"u32", 4},   {"s32", 4},   {"f32", 4},    {"b64", 8},   {"u64", 8},
+      {"s64", 8},  {"f64", 8}, {"b128", 16}, {"f16x2", 4}, {"bf16x2", 4}, {"f32x2", 8}, {"tf32", 4}};
   const auto found = kBytes.find(type);
   return found == kBytes.end() ? 0 : found->second;
 }

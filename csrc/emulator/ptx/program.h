@@ -16,20 +16,42 @@ namespace jax_fa4::emulator {
 class Warp;
 struct Instruction;
 
-// What a handler did. `blocked`: nothing, the lanes wait at this instruction; `jumped`: the handler moved the lanes itself.
+// What a handler did. `blocked`: nothing, the lanes wait at this instruction; `jumped`: the handler moved the lanes
+// itself.
 enum class Flow : uint8_t { next, jumped, blocked };
 
 // `lanes` are the active lanes for which the guard holds.
 using Handler = Flow (*)(Warp&, const Instruction&, uint32_t lanes);
 // Computes all 32 lanes. A 64-bit value is two planes of 32 words, low words first; `out` never overlaps the sources.
-using LaneFunction = void (*)(uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, const Instruction&);
+using LaneFunction = void (*)(uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c,
+                              const Instruction&);
 // Bit i of the result is the comparison of lane i.
 using CompareFunction = uint32_t (*)(const uint32_t* a, const uint32_t* b, const Instruction&);
 
 enum class Type : uint8_t {
-  none, pred,
-  b8, u8, s8, b16, u16, s16, b32, u32, s32, b64, u64, s64, b128,
-  f16, f16x2, bf16, bf16x2, tf32, f32, f32x2, f64
+  none,
+  pred,
+  b8,
+  u8,
+  s8,
+  b16,
+  u16,
+  s16,
+  b32,
+  u32,
+  s32,
+  b64,
+  u64,
+  s64,
+  b128,
+  f16,
+  f16x2,
+  bf16,
+  bf16x2,
+  tf32,
+  f32,
+  f32x2,
+  f64
 };
 int type_bits(Type type);
 bool is_signed(Type type);
@@ -40,13 +62,42 @@ using Slot = int32_t;
 
 // Classes of instructions that statistics tell apart.
 enum class Class : uint8_t {
-  arithmetic, special_function, conversion, compare, move, branch, shuffle, load_global, store_global, load_shared, store_shared,
-  load_other, atomic, barrier, mbarrier_arrive, mbarrier_wait, fence, bulk_copy, bulk_wait, matrix, matrix_control, tensor_load, tensor_store, other
+  arithmetic,
+  special_function,
+  conversion,
+  compare,
+  move,
+  branch,
+  shuffle,
+  load_global,
+  store_global,
+  load_shared,
+  store_shared,
+  load_other,
+  atomic,
+  barrier,
+  mbarrier_arrive,
+  mbarrier_wait,
+  fence,
+  bulk_copy,
+  bulk_wait,
+  matrix,
+  matrix_control,
+  tensor_load,
+  tensor_store,
+  other
 };
 inline constexpr int kClasses = static_cast<int>(Class::other) + 1;
 const char* class_name(Class value);
 
 enum class MemoryOrder : uint8_t { weak, relaxed, acquire, release, acquire_release };
+
+// An address operand besides the first one.
+struct MemoryOperand {
+  Slot base = 0;
+  bool wide = false;
+  int64_t offset = 0;
+};
 
 struct Instruction {
   Handler handler = nullptr;
@@ -71,31 +122,74 @@ struct Instruction {
   uint8_t mode = 0;           // the operation's own variants
   uint8_t flags = 0;          // the operation's own options, bits
   uint8_t cta_group = 1;
+  uint8_t type_code_a = 0, type_code_b = 0;  // Format of matrix operands
   // d: destination; a, b, c, e: sources. predicate slots: p destination or source, q second.
   Slot d = 0, a = 0, b = 0, c = 0, e = 0;
   int32_t p = -1, q = -1;
   bool p_negated = false;
-  int32_t target = -1;         // instruction of a branch
-  uint32_t list = 0;           // first of `list_count` slots in Program::lists: vectors of registers, coordinates
+  int32_t target = -1;  // instruction of a branch
+  uint32_t list = 0;    // first of `list_count` slots in Program::lists: vectors of registers, coordinates
   uint32_t list_count = 0;
-  int64_t offset = 0;          // added to the address in `a`
+  int64_t offset = 0;  // added to the address in `a`
+  MemoryOperand second, third;
   uint64_t immediate = 0;
 };
 
 // A register that is written once, when a warp starts.
 struct Preset {
   enum class Kind : uint8_t {
-    tid_x, tid_y, tid_z, ntid_x, ntid_y, ntid_z, ctaid_x, ctaid_y, ctaid_z, nctaid_x, nctaid_y, nctaid_z, laneid, warpid, nwarpid,
-    smid, nsmid, gridid, lanemask_eq, lanemask_le, lanemask_lt, lanemask_ge, lanemask_gt,
-    clusterid_x, clusterid_y, clusterid_z, nclusterid_x, nclusterid_y, nclusterid_z, cluster_ctaid_x, cluster_ctaid_y, cluster_ctaid_z,
-    cluster_nctaid_x, cluster_nctaid_y, cluster_nctaid_z, cluster_ctarank, cluster_nctarank, is_explicit_cluster,
-    dynamic_smem_size, total_smem_size, reserved_smem_begin, reserved_smem_end, reserved_smem_cap,
-    shared_symbol, global_symbol, param_symbol, local_symbol
+    tid_x,
+    tid_y,
+    tid_z,
+    ntid_x,
+    ntid_y,
+    ntid_z,
+    ctaid_x,
+    ctaid_y,
+    ctaid_z,
+    nctaid_x,
+    nctaid_y,
+    nctaid_z,
+    laneid,
+    warpid,
+    nwarpid,
+    smid,
+    nsmid,
+    gridid,
+    lanemask_eq,
+    lanemask_le,
+    lanemask_lt,
+    lanemask_ge,
+    lanemask_gt,
+    clusterid_x,
+    clusterid_y,
+    clusterid_z,
+    nclusterid_x,
+    nclusterid_y,
+    nclusterid_z,
+    cluster_ctaid_x,
+    cluster_ctaid_y,
+    cluster_ctaid_z,
+    cluster_nctaid_x,
+    cluster_nctaid_y,
+    cluster_nctaid_z,
+    cluster_ctarank,
+    cluster_nctarank,
+    is_explicit_cluster,
+    dynamic_smem_size,
+    total_smem_size,
+    reserved_smem_begin,
+    reserved_smem_end,
+    reserved_smem_cap,
+    shared_symbol,
+    global_symbol,
+    param_symbol,
+    local_symbol
   };
   Kind kind;
   uint32_t slot;
-  uint8_t slots;      // 1 or 2
-  uint32_t symbol;    // of *_symbol
+  uint8_t slots;    // 1 or 2
+  uint32_t symbol;  // of *_symbol
   int64_t offset;
 };
 

@@ -38,7 +38,8 @@ bool Scopes::resolve(const Scope& scope, const Jump& jump) {
   if (list == scope.lists.end()) return false;
   for (const std::string_view name : list->second) {
     const auto label = scope.labels.find(name);
-    if (label == scope.labels.end()) throw PtxError(statement.line, "no label '" + std::string(name) + "' in reach of its .branchtargets");
+    if (label == scope.labels.end())
+      throw PtxError(statement.line, "no label '" + std::string(name) + "' in reach of its .branchtargets");
     statement.targets.push_back(label->second);
   }
   return true;
@@ -49,7 +50,10 @@ void Scopes::close(int line) {
   scopes_.pop_back();
   for (const Jump& jump : scope.jumps) {
     if (resolve(scope, jump)) continue;
-    if (scopes_.empty()) throw PtxError(entry_.statements[jump.statement].line, "no label '" + std::string(jump.name) + "' in reach (function ends in line " + std::to_string(line) + ")");
+    if (scopes_.empty())
+      throw PtxError(
+          entry_.statements[jump.statement].line,
+          "no label '" + std::string(jump.name) + "' in reach (function ends in line " + std::to_string(line) + ")");
     scopes_.back().jumps.push_back(jump);
   }
 }
@@ -72,7 +76,8 @@ void Scopes::declare(std::string_view name, uint32_t count, std::string_view typ
     entry_.register_slots += copies * reg.slots;
   }
   Scope& scope = scopes_.back();
-  const bool fresh = count == 0 ? scope.registers.emplace(name, reg).second : scope.ranges.emplace(name, Range{reg, count}).second;
+  const bool fresh =
+      count == 0 ? scope.registers.emplace(name, reg).second : scope.ranges.emplace(name, Range{reg, count}).second;
   if (!fresh) throw PtxError(line, "register '" + std::string(name) + "' is declared twice");
 }
 

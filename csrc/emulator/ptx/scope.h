@@ -1,5 +1,5 @@
-// Names inside a function: registers and labels of nested scopes. Inline assembly opens a scope with `{`; what it declares
-// there is its own, what it declares outside of braces belongs to the function.
+// Names inside a function: registers and labels of nested scopes. Inline assembly opens a scope with `{`; what it
+// declares there is its own, what it declares outside of braces belongs to the function.
 #pragma once
 
 #include <string>

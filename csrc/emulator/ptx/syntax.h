@@ -11,8 +11,8 @@ namespace jax_fa4::emulator {
 // State spaces that variables and memory instructions name.
 enum class Space : uint8_t { generic, global, shared, shared_cluster, local, constant, param };
 
-// A register of a function. Predicates are numbered on their own; other registers by 32-bit slots (a 64-bit register takes
-// two consecutive ones, low half first).
+// A register of a function. Predicates are numbered on their own; other registers by 32-bit slots (a 64-bit register
+// takes two consecutive ones, low half first).
 struct Register {
   bool is_predicate = false;
   uint8_t slots = 1;
@@ -22,18 +22,19 @@ struct Register {
 
 struct Argument {
   enum class Kind : uint8_t {
-    sink,         // _
-    register_,    // reg
-    predicate,    // reg; `negated` for !p
-    integer,      // bits (two's complement)
-    real32,       // bits
-    real64,       // bits
-    special,      // name: %tid.x and the like
-    symbol,       // variable of the module or a parameter: symbol index, offset
-    name,         // a word that names nothing known: a label or an option
-    vector,       // items
-    address,      // items[0] is the base (register, symbol or integer), `offset` its byte offset; items[1..] coordinates of a tensor
-    pair,         // d|p: items[0], items[1]
+    sink,       // _
+    register_,  // reg
+    predicate,  // reg; `negated` for !p
+    integer,    // bits (two's complement)
+    real32,     // bits
+    real64,     // bits
+    special,    // name: %tid.x and the like
+    symbol,     // variable of the module or a parameter: symbol index, offset
+    name,       // a word that names nothing known: a label or an option
+    vector,     // items
+    address,  // items[0] is the base (register, symbol or integer), `offset` its byte offset; items[1..] coordinates of
+              // a tensor
+    pair,     // d|p: items[0], items[1]
   };
   Kind kind = Kind::sink;
   bool negated = false;
@@ -60,9 +61,9 @@ struct Variable {
   Space space = Space::global;
   uint64_t bytes = 0;
   uint32_t align = 1;
-  bool dynamic = false;             // extern .shared x[]: lies behind the static variables
-  uint64_t offset = 0;              // within its space (entry parameters: within the parameter block)
-  std::vector<uint8_t> initial;     // shorter than `bytes`: the rest is zero
+  bool dynamic = false;          // extern .shared x[]: lies behind the static variables
+  uint64_t offset = 0;           // within its space (entry parameters: within the parameter block)
+  std::vector<uint8_t> initial;  // shorter than `bytes`: the rest is zero
 };
 
 struct Entry {
@@ -75,14 +76,15 @@ struct Entry {
   uint32_t required_cluster[3] = {0, 0, 0};  // .reqnctapercluster
   uint32_t register_slots = 0;
   uint32_t predicates = 0;
-  uint32_t local_bytes = 0;                  // of one thread
-  uint32_t static_shared_bytes = 0;          // where dynamic shared memory starts
+  uint32_t local_bytes = 0;          // of one thread
+  uint32_t static_shared_bytes = 0;  // where dynamic shared memory starts
   std::vector<Statement> statements;
-  std::vector<Variable> symbols;             // what Argument::symbol indexes: module variables first, then parameters and local ones
+  std::vector<Variable>
+      symbols;  // what Argument::symbol indexes: module variables first, then parameters and local ones
 };
 
 struct ModuleSyntax {
-  int target = 0;        // 90 for sm_90a
+  int target = 0;  // 90 for sm_90a
   std::string target_name;
   std::vector<Variable> variables;
   std::vector<Entry> entries;

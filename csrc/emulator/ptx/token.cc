@@ -139,9 +139,13 @@ class Lexer {
     int count = 0;
     for (;; at_++, count++) {
       const char c = peek();
-      const int digit = is_digit(c) ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : 99;
+      const int digit = is_digit(c)            ? c - '0'
+                        : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                        : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                               : 99;
       if (digit >= radix) break;
-      if (count == limit || (radix == 16 && bits >> 60) || (radix == 2 && bits >> 63)) throw PtxError(line_, "the number has too many digits");
+      if (count == limit || (radix == 16 && bits >> 60) || (radix == 2 && bits >> 63))
+        throw PtxError(line_, "the number has too many digits");
       bits = bits * radix + digit;
     }
     if (count == 0) throw PtxError(line_, "the number has no digits");

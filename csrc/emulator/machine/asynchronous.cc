@@ -1,0 +1,36 @@
+// See asynchronous.h.
+#include "asynchronous.h"
+
+#include "report.h"
+
+namespace jax_fa4::emulator {
+
+Operation start_operation(Warp& warp, Agent agent) {
+  Operation operation;
+  operation.stamp = {agent, warp.cta.cluster.tick(agent)};
+  operation.knows = std::make_shared<Knowledge>(warp.knows);
+  operation.knows->happened.raise(warp.agent, warp.time);
+  return operation;
+}
+
+Agent barrier_agent(Cta& cta, uint32_t offset) {
+  MemoryBarrier& barrier = cta.mbarrier(offset);
+  if (barrier.channel == 0)
+    barrier.channel = cta.cluster.new_agent("the asynchronous work that completes on the mbarrier at " +
+                                            shared_name(cta, offset) + " of " + cta_name(cta));
+  return barrier.channel;
+}
+
+Agent warp_agent(Warp& warp, Agent& agent, const char* what) {
+  if (agent == 0)
+    agent = warp.cta.cluster.new_agent(std::string(what) + " of " + warp.cta.cluster.agent_name(warp.agent));
+  return agent;
+}
+
+Knowledge completion_of(const Operation& operation) {
+  Knowledge knows = *operation.knows;
+  knows.happened.raise(operation.stamp.agent, operation.stamp.time);
+  return knows;
+}
+
+}  // namespace jax_fa4::emulator

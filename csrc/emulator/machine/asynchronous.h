@@ -1,0 +1,31 @@
+// Work that an instruction starts and that completes later: who carries it out, and what that agent knows.
+#pragma once
+
+#include <memory>
+
+#include "access.h"
+
+namespace jax_fa4::emulator {
+
+// One asynchronous operation. What happened before its issue happened before it; who acquires its completion knows
+// both.
+struct Operation {
+  Stamp stamp;
+  std::shared_ptr<Knowledge> knows;
+  Actor actor() const { return {stamp, knows.get(), true}; }
+};
+
+// An operation of `agent`, issued by a warp.
+Operation start_operation(Warp& warp, Agent agent);
+// The agent of the copies that complete on the mbarrier at this place.
+Agent barrier_agent(Cta& cta, uint32_t offset);
+// An agent of a warp, made when first used.
+Agent warp_agent(Warp& warp, Agent& agent, const char* what);
+// What those who wait for the operation learn.
+Knowledge completion_of(const Operation& operation);
+
+inline std::string line_name(const char* what, const Instruction& i) {
+  return std::string(what) + " of PTX line " + std::to_string(i.line);
+}
+
+}  // namespace jax_fa4::emulator
