@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator.fuzz.broken_ptx import broken_texts
+from tests.emulator.fuzz.broken_ptx import broken_texts, seeds
 
 EMULATOR = Path(__file__).parents[3] / "csrc" / "emulator"
 REFUSALS = (218, 209)  # invalid PTX, or a target that the emulated GPU cannot run
@@ -82,3 +82,13 @@ def test_hundred_thousand_broken_modules_under_the_sanitizers():
     assert taken + refused == 100_000
     assert taken > 200, "the changes are so coarse that nothing passes the parser"
     assert refused > 10_000, "the changes are so mild that nothing is refused"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_seeds_themselves_load():
+    from jax_fa4 import emulator
+
+    module = ctypes.c_void_p()
+    for text in seeds():
+        emulator.set_options(arch="10.0" if ".target sm_100" in text else "9.0")
+        assert emulator.driver().cuModuleLoadData(ctypes.byref(module), text.encode()) == 0, emulator.last_report()
