@@ -73,16 +73,21 @@ def _floats(problem: AttentionProblem) -> dict[str, float]:
 
 
 def _section_heads(problem: AttentionProblem) -> int:
-    """Query heads of a section: those whose keys and values fit in L2 together (a power of two of whole groups)."""
+    """Query heads whose blocks run together: as many as fit in L2 with their keys and values, in even sections.
+
+    Sections are of whole groups that share keys and values, and never cross the end, so that no block is without work.
+    """
     head_bytes = problem.key_length * 2 * problem.head_dim * DTYPES[problem.dtype]
-    groups = max(ARCHITECTURES["sm_90"].section_l2_bytes // head_bytes, 1)
-    return (1 << (groups.bit_length() - 1)) * max(problem.group_size, 1)
+    most = max(ARCHITECTURES["sm_90"].section_l2_bytes // head_bytes, 1)
+    groups = problem.batch * problem.kv_heads
+    return max(one for one in range(1, min(most, groups) + 1) if groups % one == 0) * problem.group_size
 
 
 def _integers(problem: AttentionProblem, tiles: Tiles) -> dict[str, int]:
     element_bytes = DTYPES[problem.dtype]
     head_bytes = problem.head_dim * element_bytes
     left, right = problem.mask.band
+    section_heads = _section_heads(problem)
     integers = {
         "batch": problem.batch,
         "query_length": problem.query_length,
@@ -92,7 +97,8 @@ def _integers(problem: AttentionProblem, tiles: Tiles) -> dict[str, int]:
         "offset": problem.mask.diagonal_offset,
         "left": UNBOUNDED if left is None else min(left, UNBOUNDED),
         "right": UNBOUNDED if right is None else min(right, UNBOUNDED),
-        "section_heads": _section_heads(problem),
+        "section_heads": section_heads,
+        "sections": problem.batch * problem.query_heads // section_heads,
         "interval_stride": 0,
         "items": -(-problem.query_length // tiles.rows) * problem.query_heads * problem.batch,
         "head_dim": problem.head_dim,

@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_ptr
 from cutlass.utils import hopper_helpers
 
-from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, SectionOrder, WorkItem
+from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring, Turns
 from jax_fa4.kernels.parts.rounding import round_pair
 from jax_fa4.kernels.parts.softmax_row import SoftmaxRows, cap
@@ -179,25 +179,27 @@ class Load:
 
     @cute.jit
     def run(self) -> None:
-        """Issue every copy of the item."""
-        self.load_query()
+        """Issue every copy of the item; group 0 can start when its queries and the first keys are there."""
         steps = self.context.item.count
+        self.load_query(0)
         if steps > 0:
             self.load_step(self.key_map, self.key, self.context.keys, Int32(0))
+        for group in cutlass.range_constexpr(1, self.context.shape.groups):
+            self.load_query(group)
+        if steps > 0:
             for step in cutlass.range(1, steps, 1, unroll=1):
                 self.load_step(self.key_map, self.key, self.context.keys, step)
                 self.load_step(self.value_map, self.value, self.context.values, step - 1)
             self.load_step(self.value_map, self.value, self.context.values, steps - 1)
 
-    def load_query(self) -> None:
-        """All groups' query rows, on one barrier."""
-        shape, landed = self.context.shape, self.context.query_landed
+    def load_query(self, group: int) -> None:
+        """One group's query rows."""
+        shape, landed = self.context.shape, self.context.query_landed + group
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(landed, shape.rows * shape.row_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(landed, GROUP_ROWS * shape.row_bytes)
         buffer, tiles = self.query
-        first = self.context.item.query_tile * shape.groups
-        for group in range(shape.groups):
-            cute.copy(self.query_map, tiles[None, first + group], buffer[None, group], tma_bar_ptr=landed)
+        tile = self.context.item.query_tile * shape.groups + group
+        cute.copy(self.query_map, tiles[None, tile], buffer[None, group], tma_bar_ptr=landed)
 
     def load_step(self, tensor_map: cute.CopyAtom, partition: tuple[Any, Any], ring: Ring, step: Any) -> None:
         """Keys or values of one step."""
@@ -238,7 +240,7 @@ class Attend:
         item = self.context.item
         self.turns.open(self.group)
         self.out.fill(0.0)
-        cute.arch.mbarrier_wait(self.context.query_landed, 0)
+        cute.arch.mbarrier_wait(self.context.query_landed + self.group, 0)
         if item.count > 0:
             self.first()
             masked = item.masked_count
@@ -405,7 +407,6 @@ class HopperForward:
         hi: Any,
         query_ids: Any,
         key_ids: Any,
-        batch: Int32,
         queries: Int32,
         keys: Int32,
         heads: Int32,
@@ -422,17 +423,24 @@ class HopperForward:
         """Find the item, set up shared memory and events, take the role."""
         shape = self.shape
         thread, _, _ = cute.arch.thread_idx()
-        number, _, _ = cute.arch.block_idx()
+        block, query_tile, section = cute.arch.block_idx()
         this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if this_warp == 0:
+            for tensor_map in (query_map, key_map, value_map):
+                cpasync.prefetch_descriptor(tensor_map)
         visible: Any
         if cutlass.const_expr(shape.intervals):
-            item = WorkItem.read(items, number)
+            item = WorkItem.read(items, block)
             first_row = Int64(item.batch) * interval_stride
             visible = RowIntervals(queries, lo + first_row, hi + first_row)
         else:
             visible = Band(queries, keys, offset, left, right)
-            order = SectionOrder(cute.ceil_div(queries, shape.rows), heads, batch, section_heads)
-            item = visible.work_item(*order.locate(number), shape.rows, shape.key_tile)
+            # Blocks start in the order of x, then y, then z: sections of heads one after the other, each with its
+            # longest query tiles first.
+            head_of_all = section * section_heads + block
+            from_last = cute.ceil_div(queries, shape.rows) - 1 - query_tile
+            places = head_of_all // heads, head_of_all % heads, from_last
+            item = visible.work_item(*places, shape.rows, shape.key_tile)
         ids = None
         if cutlass.const_expr(shape.has_ids):
             first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
@@ -440,7 +448,8 @@ class HopperForward:
         context = self.allocate(item, visible, ids, heads)
         if this_warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(context.query_landed, 1)
+                for group in range(shape.groups):
+                    cute.arch.mbarrier_init(context.query_landed + group, 1)
                 context.keys.init(shape.groups * WARPS_PER_GROUP)
                 context.values.init(shape.groups * WARPS_PER_GROUP)
         cute.arch.mbarrier_init_fence()
@@ -466,10 +475,10 @@ class HopperForward:
 
         query = tiles(shape.tile_layout(GROUP_ROWS, shape.groups))
         key, value = (tiles(shape.tile_layout(shape.key_tile, shape.stages)) for _ in range(2))
-        barriers = memory.allocate_array(Int64, 1 + 4 * shape.stages)
+        barriers = memory.allocate_array(Int64, shape.groups + 4 * shape.stages)
         stage_bytes = shape.key_tile * shape.row_bytes
-        keys = Ring(barriers + 1, shape.stages, stage_bytes)
-        values = Ring(barriers + 1 + 2 * shape.stages, shape.stages, stage_bytes)
+        keys = Ring(barriers + shape.groups, shape.stages, stage_bytes)
+        values = Ring(barriers + shape.groups + 2 * shape.stages, shape.stages, stage_bytes)
         return Context(shape, item, visible, ids, heads, query, key, value, barriers, keys, values)
 
     def tensor_map(self, operation: Any, pointer: cute.Pointer, rows: int) -> cute.CopyAtom:
@@ -516,4 +525,4 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     table = (pointer(Int32, 4),) * 3 if forward.shape.intervals else (None,) * 3
     ids = (pointer(Int32, 4),) * 2 if forward.shape.has_ids else (None,) * 2
     pointers = (pointer(Float32, 4), sinks, *table, *ids)
-    return forward.host, (tensors, pointers, (Int32(1),) * 10, (Float32(1.0),) * 3)
+    return forward.host, (tensors, pointers, (Int32(1),) * 9, (Float32(1.0),) * 3)

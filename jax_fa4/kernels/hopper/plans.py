@@ -86,9 +86,9 @@ def forward_plan(
     load_registers, attend_registers = tiles.registers
     row_bytes = head_dim * DTYPES[dtype]
     integers = (
-        *("batch", "query_length", "key_length", "heads", "kv_heads", "offset", "left", "right", "section_heads"),
-        *("interval_stride", "items", "head_dim", "head_bytes", "query_row_bytes", "key_row_bytes"),
-        *("query_batch_bytes", "key_batch_bytes"),
+        *("query_length", "key_length", "heads", "kv_heads", "offset", "left", "right", "section_heads"),
+        *("interval_stride", "batch", "sections", "items", "head_dim", "head_bytes"),
+        *("query_row_bytes", "key_row_bytes", "query_batch_bytes", "key_batch_bytes"),
     )
     pointers = [Parameter("result", "lse")]
     operands = ["query", "key", "value"]
@@ -100,6 +100,9 @@ def forward_plan(
         operands += ["query_ids", "key_ids"]
     pointers += [Parameter("operand", name) for name in operands[3:]]
     readers = tiles.groups * WARPS_PER_GROUP
+    grid = (Extent((("section_heads", 1),)), Extent((("query_length", tiles.rows),)), Extent((("sections", 1),)))
+    if mask in ("intervals", "ids"):
+        grid = (Extent((("items", 1),)), Extent(), Extent())
     return KernelPlan(
         kernel="forward",
         architecture=ARCHITECTURE,
@@ -121,10 +124,10 @@ def forward_plan(
         parameters=(
             *(Parameter("tensor_map", name) for name in ("query", "key", "value", "out")),
             *pointers,
-            *(Parameter("int32", name) for name in integers[:10]),
+            *(Parameter("int32", name) for name in integers[:9]),
             *(Parameter("float32", name) for name in ("scale_log2", "slack", "cap_log2")),
         ),
-        grid=(Extent((("items", 1),)), Extent(), Extent()),
+        grid=grid,
         roles=(
             Role("load", WARPS_PER_GROUP, load_registers),
             Role("attend", tiles.groups * WARPS_PER_GROUP, attend_registers),
@@ -153,7 +156,7 @@ def forward_plan(
             SharedBuffer("values", tiles.key_tile * row_bytes, tiles.stages, alignment=1024),
         ),
         events=(
-            Event("query_landed", (("load", 1),), ("attend",), 1, bytes=tiles.rows * row_bytes),
+            Event("query_landed", (("load", 1),), ("attend",), 1, tiles.groups, GROUP_ROWS * row_bytes),
             Event("keys_landed", (("load", 1),), ("attend",), 1, tiles.stages, tiles.key_tile * row_bytes),
             Event("keys_free", (("attend", readers),), ("load",), readers, tiles.stages),
             Event("values_landed", (("load", 1),), ("attend",), 1, tiles.stages, tiles.key_tile * row_bytes),

@@ -101,29 +101,3 @@ class RowIntervals:
     def hi(self, row: Int32) -> Int32:
         """First key after the visible ones."""
         return self._load(self.hi_pointer, row)
-
-
-@dataclass(frozen=True)
-class SectionOrder:
-    """Longest tiles first inside sections of heads whose keys and values fit the L2 cache together.
-
-    FlashAttention-4 (arXiv 2603.05451), scheduling: item number -> (batch row, head, query tile). Sections are walked
-    in order; inside one, the last query tiles (the longest under a causal mask) of all its heads come first.
-    """
-
-    query_tiles: Int32
-    heads: Int32
-    batch: Int32
-    section_heads: Int32
-
-    def locate(self, number: Int32) -> tuple[Int32, Int32, Int32]:
-        """Batch row, head and query tile of an item number."""
-        per_section = self.section_heads * self.query_tiles
-        section = number // per_section
-        place = number - section * per_section
-        first_head = section * self.section_heads
-        width = cutlass.min(self.section_heads, self.heads * self.batch - first_head)
-        depth = place // width
-        head_of_all = first_head + (place - depth * width)
-        batch = head_of_all // self.heads
-        return batch, head_of_all - batch * self.heads, self.query_tiles - 1 - depth

@@ -89,8 +89,14 @@ def test_integers_of_a_call() -> None:
     assert (values["offset"], values["left"], values["right"]) == (777 - 1000, 9, 0)
     assert values["query_row_bytes"] == 6 * 40 * 2
     assert values["key_batch_bytes"] == 777 * 2 * 40 * 2
-    # 777 keys of 2 * 40 elements of 2 bytes: 421 heads of keys and values fill 50 MiB, rounded down to 256, in threes.
-    assert values["section_heads"] == 256 * 3
+    assert (values["section_heads"], values["sections"]) == (18, 1)
+    assert list(call_integers(plan, integers)[-3:]) == [18, 6, 1]
+
+
+def test_sections_are_even_and_fit_in_l2() -> None:
+    # 4 MiB of keys and values a head: 12 fit in 50 MiB, and 8 divides 2 * 16.
+    call = read((2, 8192, 32, 128), 8192, 16)
+    assert wrapper._section_heads(call.problem) == 8 * 2
 
 
 @pytest.mark.parametrize(
