@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, forward_plan
 from jax_fa4.kernels.plan import ARCHITECTURES, DTYPES, HEAD_DIMS, Extent, KernelPlan, Parameter, PlanError, Role
 
 VECTOR_BYTES = 16  # the widest load and store of a thread
@@ -78,3 +79,7 @@ def bundled_plans() -> Iterator[KernelPlan]:
         for dtype in DTYPES:
             for head_dim in HEAD_DIMS:
                 yield preprocess_plan(architecture, dtype, head_dim, head_dim)
+    for dtype in FORWARD_DTYPES:
+        for head_dim, tiles in FORWARD_TILES.items():
+            for mask in MASKS:
+                yield forward_plan(dtype, head_dim, mask, tiles=tiles)

@@ -22,6 +22,7 @@ FORWARD_DTYPES = ("bfloat16", "float16")
 GROUP_ROWS = 64
 WARPS_PER_GROUP = 4
 Mask = Literal["causal", "window", "intervals", "ids"]
+MASKS: tuple[Mask, ...] = ("causal", "window", "intervals", "ids")
 
 
 @dataclass(frozen=True)

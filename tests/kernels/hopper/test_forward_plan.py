@@ -12,10 +12,8 @@ import pytest
 from jax_fa4 import arguments
 from jax_fa4.ffi import hopper_forward as wrapper
 from jax_fa4.ffi.launch import LaunchError, call_integers
-from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, Tiles, forward_plan, padded_head_dim
+from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, Tiles, forward_plan, padded_head_dim
 from jax_fa4.kernels.plan import KernelPlan, PlanError
-
-MASKS = ("causal", "window", "intervals", "ids")
 
 
 def read(shape: tuple[int, int, int, int], key_length: int, kv_heads: int, **options: Any) -> arguments.Call:
