@@ -1,8 +1,10 @@
 // The second door: what host code compiled by nvidia-cutlass-dsl calls (the library that CUTE_DSL_LIBS names), in terms
 // of the driver API. So CuTe-DSL programs by others run with their own launchers.
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <string>
 
 #include "cuda_api.h"
 #include "device.h"
@@ -35,14 +37,21 @@ struct RuntimeLaunchConfig {
   unsigned attribute_count;
 };
 
-void tell(const char* what, int error) {
-  if (error != 0) std::fprintf(stderr, "%s: error %d: %s\n", what, error, Device::get().last_error().c_str());
+// Hands a failure on: as a raised error of tvm_ffi, where compiled functions are called through it, and on stderr.
+int told(int error) {
+  if (error == 0) return 0;
+  const std::string text = Device::get().last_error();
+  std::fprintf(stderr, "the emulated launch failed with error %d: %s\n", error, text.c_str());
+  using Raise = void (*)(const char* kind, const char* message);
+  if (void* raise = dlsym(RTLD_DEFAULT, "TVMFFIErrorSetRaisedFromCStr"))
+    reinterpret_cast<Raise>(raise)("RuntimeError", text.c_str());
+  return error;
 }
 
 }  // namespace
 
 EMULATOR_EXPORT int _cudaLibraryLoadData(Handle* library, const void* data, void*, void*, int, void*, void*, int) {
-  return cuModuleLoadData(library, data);
+  return told(cuModuleLoadData(library, data));
 }
 EMULATOR_EXPORT int _cudaLibraryUnload(Handle library) { return cuModuleUnload(library); }
 EMULATOR_EXPORT int _cudaLibraryGetKernel(Handle* kernel, Handle library, const char* name) {
@@ -87,7 +96,7 @@ EMULATOR_EXPORT int _cudaLaunchKernelEx(const RuntimeLaunchConfig* config, Handl
                               config->stream,
                               config->attributes,
                               config->attribute_count};
-  return cuLaunchKernelEx(&driver, kernel, params, nullptr);
+  return told(cuLaunchKernelEx(&driver, kernel, params, nullptr));
 }
 EMULATOR_EXPORT int _cudaLaunchKernel(Handle kernel, int gx, int gy, int gz, int bx, int by, int bz, Handle stream,
                                       size_t shared, void** params) {
@@ -114,10 +123,9 @@ EMULATOR_EXPORT int _cudaMemset(void* address, int value, size_t bytes) {
 
 // Helpers of the compiler's own host dialect.
 EMULATOR_EXPORT void cuda_dialect_assert_success(int error) {
-  tell("a CuTe-DSL launcher", error);
   if (error != 0) std::abort();
 }
-EMULATOR_EXPORT void cuda_dialect_print_on_error(int error) { tell("a CuTe-DSL launcher", error); }
+EMULATOR_EXPORT void cuda_dialect_print_on_error(int) {}
 EMULATOR_EXPORT const char* cuda_dialect_get_error_name(int error) {
   const char* name = nullptr;
   return cuGetErrorName(error, &name) == 0 ? name : "unknown error";
@@ -128,7 +136,7 @@ EMULATOR_EXPORT int cuda_dialect_init_library_once(void** state, int (*init)(voi
   return first != 0 ? first : load(state, 0);
 }
 EMULATOR_EXPORT void cuda_dialect_unload_library_once(void** state) { *state = nullptr; }
-EMULATOR_EXPORT void CuteDSLRT_TVMFFISetRaisedCudaError(void*, int error) { tell("a CuTe-DSL launcher", error); }
-EMULATOR_EXPORT void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void*, int error) { tell("a CuTe-DSL launcher", error); }
+EMULATOR_EXPORT void CuteDSLRT_TVMFFISetRaisedCudaError(void*, int) {}
+EMULATOR_EXPORT void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void*, int) {}
 
 }  // namespace jax_fa4::emulator

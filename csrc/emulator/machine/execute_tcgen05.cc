@@ -127,18 +127,22 @@ void each_part(const TensorAccess& access, uint32_t address, Touch touch) {
 
 }  // namespace
 
-// Registers of a load are interlocked: they can be used at once.
+// Registers of a load are interlocked: they can be used at once. For others, the read is over when a register was
+// touched, or after tcgen05.wait::ld.
 EMULATOR_HANDLER(execute_tensor_memory_load) {
   if (!whole_warp(warp, lanes)) return warp.block(reconvergence());
   const TensorAccess access = access_of(i);
   const uint32_t address = checked_address(warp, i, access);
+  const Operation operation = start_operation(warp, warp_agent(warp, warp.load_agent, "tcgen05.ld"));
+  warp.load_time = operation.stamp.time;
   each_part(access, address, [&](int piece, int pieces, int column, int columns) {
-    read_tensor(warp.cta, piece, pieces, column, columns, actor_of(warp), "tcgen05.ld");
+    read_tensor(warp.cta, piece, pieces, column, columns, operation.actor(), "tcgen05.ld");
   });
   const Slot* list = warp.list(i);
   std::array<uint32_t*, 256> registers;
   for (uint32_t r = 0; r < i.list_count; r++) registers[r] = warp.destination(list[r]);
   load_tensor(access, address, tensor_of(warp.cta).data(), registers.data());
+  warp.expect_load(operation.stamp.time, std::vector<Slot>(list, list + i.list_count));
   warp.cta.scheduler().counts.tensor_memory_read += uint64_t{128} * i.list_count;
   return Flow::next;
 }
@@ -166,6 +170,7 @@ EMULATOR_HANDLER(execute_tensor_memory_store) {
 EMULATOR_HANDLER(execute_tensor_wait) {
   if (!whole_warp(warp, lanes)) return warp.block(reconvergence());
   if (i.mode == 1 && warp.tensor_agent != 0) warp.knows.happened.raise(warp.tensor_agent, warp.tensor_time);
+  if (i.mode == 0 && warp.load_agent != 0) warp.complete_loads(warp.load_time);
   return Flow::next;
 }
 

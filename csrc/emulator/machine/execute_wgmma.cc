@@ -93,7 +93,7 @@ EMULATOR_HANDLER(execute_wgmma) {
   if (i.flags & kRegisters) {
     const uint32_t* registers[4];
     for (int r = 0; r < 4; r++) {
-      registers[r] = warp.source(list[accumulators + r]);
+      registers[r] = warp.raw(list[accumulators + r]);
       read.push_back(list[accumulators + r]);
     }
     work.a_values.resize(static_cast<size_t>(kWarpRows) * static_cast<size_t>(work.product.k));
@@ -102,6 +102,9 @@ EMULATOR_HANDLER(execute_wgmma) {
     work.a = operand_of(warp.wide_source(i.a, 0), kRows, work.product.k, a_format, (i.flags & kTransposeA) != 0, "A");
     read_operand(warp.cta, work.a, operation.actor());
   }
+  if (warp.needs_fence(written) || warp.needs_fence(read))
+    throw Fault(Status::launch_failed,
+                "registers of this wgmma were touched by other instructions, and no wgmma.fence lies between");
   read_operand(warp.cta, work.b, operation.actor());
   for (int r = 0; r < accumulators; r++) work.accumulators.push_back(warp.raw(list[r]));
   GroupQueue::Group& group = warp.matrix.open();
@@ -121,7 +124,10 @@ EMULATOR_HANDLER(execute_wgmma) {
   return Flow::next;
 }
 
-EMULATOR_HANDLER(execute_wgmma_fence) { return Flow::next; }
+EMULATOR_HANDLER(execute_wgmma_fence) {
+  warp.fence_registers();
+  return Flow::next;
+}
 
 EMULATOR_HANDLER(execute_wgmma_commit) {
   warp.matrix.commit();

@@ -74,6 +74,22 @@ void Scheduler::run_due(bool force) {
   }
 }
 
+namespace {
+
+// A CTA's shared memory goes when it exits, so whoever started a copy out of it must have waited for the read. Copies
+// that were never committed to a group pass: flash-attn-4's backward ends with one, and is right on silicon.
+void check_bulk_reads(const Cta& cta) {
+  for (const auto& warp : cta.warps)
+    for (int lane = 0; lane < kLanes; lane++)
+      for (size_t group = 0; group + 1 < warp->bulk[lane].groups.size(); group++)
+        if (warp->bulk[lane].groups[group].last_time > warp->knows.happened.at(warp->bulk_agent))
+          throw Fault(Status::launch_failed, "warp " + std::to_string(warp->index) + " lane " + std::to_string(lane) +
+                                                 " started a bulk copy out of shared memory and its CTA exits without "
+                                                 "cp.async.bulk.wait_group or wait_group.read for it");
+}
+
+}  // namespace
+
 void Scheduler::run_warp(Warp& warp) {
   running = &warp;
   const uint64_t done = warp.run(random_.heavy_tailed(kBurstOctaves));
@@ -89,6 +105,7 @@ void Scheduler::run_warp(Warp& warp) {
   warp.release_into(cluster.barrier_knowledge);
   cluster.check_barrier();
   if (cta.warps_left > 0) return;
+  check_bulk_reads(cta);
   cluster.ctas_left--;
   if (cta.tensor != nullptr && cta.tensor->allocated_columns() != 0)
     throw Fault(Status::launch_failed, std::to_string(cta.tensor->allocated_columns()) +

@@ -167,32 +167,67 @@ void Warp::write(Slot slot, const uint32_t* value, int planes, uint32_t lanes) {
   }
 }
 
-void Warp::check_held(Slot slot, uint8_t kinds) const {
-  const uint8_t held_for = holds_[static_cast<size_t>(slot)] & kinds;
-  if (held_for & 1)
+void Warp::touch(Slot slot, bool writes) const {
+  uint8_t& held_for = holds_[static_cast<size_t>(slot)];
+  if (held_for == 0) return;
+  if (held_for & kWritten)
     throw Fault(Status::launch_failed, "a register that a wgmma is still writing is touched before wgmma.wait_group");
-  if (held_for & 2)
+  if (writes && (held_for & kRead) != 0)
     throw Fault(Status::launch_failed,
                 "a register that a wgmma is still reading is overwritten before wgmma.wait_group");
+  if (held_for & kMatrix) held_for |= kTouched;
+  if ((held_for & kLoading) == 0) return;
+  for (const Held& load : loads_)
+    if (std::find(load.written.begin(), load.written.end(), slot) != load.written.end())
+      return complete_loads(static_cast<uint32_t>(load.group));
 }
 
 void Warp::hold(uint64_t group, std::vector<Slot> written, std::vector<Slot> read) {
-  for (const Slot slot : written) holds_[static_cast<size_t>(slot)] |= 1;
-  for (const Slot slot : read) holds_[static_cast<size_t>(slot)] |= 2;
+  for (const Slot slot : written) holds_[static_cast<size_t>(slot)] |= kWritten | kMatrix;
+  for (const Slot slot : read) holds_[static_cast<size_t>(slot)] |= kRead | kMatrix;
   held.push_back({group, std::move(written), std::move(read)});
+  watching_ = true;
 }
 
 void Warp::let_go(uint64_t before_group) {
+  constexpr uint8_t kOthers = static_cast<uint8_t>(~(kWritten | kRead));
   std::erase_if(held, [&](const Held& one) {
     if (one.group >= before_group) return false;
-    for (const Slot slot : one.written) holds_[static_cast<size_t>(slot)] = 0;
-    for (const Slot slot : one.read) holds_[static_cast<size_t>(slot)] = 0;
+    for (const Slot slot : one.written) holds_[static_cast<size_t>(slot)] &= kOthers;
+    for (const Slot slot : one.read) holds_[static_cast<size_t>(slot)] &= kOthers;
     return true;
   });
   for (const Held& one : held) {
-    for (const Slot slot : one.written) holds_[static_cast<size_t>(slot)] |= 1;
-    for (const Slot slot : one.read) holds_[static_cast<size_t>(slot)] |= 2;
+    for (const Slot slot : one.written) holds_[static_cast<size_t>(slot)] |= kWritten;
+    for (const Slot slot : one.read) holds_[static_cast<size_t>(slot)] |= kRead;
   }
+}
+
+void Warp::expect_load(uint32_t when, std::vector<Slot> registers) {
+  for (const Slot slot : registers) holds_[static_cast<size_t>(slot)] |= kLoading;
+  loads_.push_back({when, std::move(registers), {}});
+  watching_ = true;
+}
+
+// Loads of a warp complete in order.
+void Warp::complete_loads(uint32_t when) const {
+  knows.happened.raise(load_agent, when);
+  std::erase_if(loads_, [&](const Held& load) {
+    if (load.group > when) return false;
+    for (const Slot slot : load.written) holds_[static_cast<size_t>(slot)] &= static_cast<uint8_t>(~kLoading);
+    return true;
+  });
+}
+
+void Warp::fence_registers() {
+  for (uint8_t& one : holds_) one &= static_cast<uint8_t>(~kTouched);
+  fenced_registers_ = true;
+}
+
+bool Warp::needs_fence(const std::vector<Slot>& registers) const {
+  if (!fenced_registers_) return true;
+  return std::any_of(registers.begin(), registers.end(),
+                     [&](Slot slot) { return (holds_[static_cast<size_t>(slot)] & kTouched) != 0; });
 }
 
 void Warp::release_into(Knowledge& other) {

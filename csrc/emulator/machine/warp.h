@@ -91,11 +91,11 @@ class Warp {
   // handlers
   const uint32_t* source(Slot slot) const {
     if (slot < 0) return constants_ + static_cast<size_t>(~slot) * kLanes;
-    if (!held.empty()) check_held(slot, 1);
+    if (watching_) touch(slot, false);
     return registers_.data() + static_cast<size_t>(slot) * kLanes;
   }
   uint32_t* destination(Slot slot) {
-    if (!held.empty()) check_held(slot, 3);
+    if (watching_) touch(slot, true);
     return registers_.data() + static_cast<size_t>(slot) * kLanes;
   }
   uint32_t* raw(Slot slot) { return registers_.data() + static_cast<size_t>(slot) * kLanes; }
@@ -138,6 +138,12 @@ class Warp {
   // may not be written.
   void hold(uint64_t group, std::vector<Slot> written, std::vector<Slot> read);
   void let_go(uint64_t before_group);
+  // Registers that a tcgen05.ld of this time fills: its read of tensor memory is over once one of them is touched.
+  void expect_load(uint32_t load_time, std::vector<Slot> registers);
+  void complete_loads(uint32_t load_time) const;
+  // wgmma.fence orders registers that other instructions touched before a wgmma; true if one of these needs it.
+  void fence_registers();
+  bool needs_fence(const std::vector<Slot>& registers) const;
 
   // Clocks: a release gives others what the warp knows; an acquire takes it over.
   Stamp stamp() const { return {agent, time}; }
@@ -154,12 +160,13 @@ class Warp {
   bool yield = false;  // set by a handler: let others run
   Agent agent = 0;
   uint32_t time = 1;
-  Knowledge knows;
+  mutable Knowledge knows;        // a read of a loaded register completes the load
   int registers_per_thread = 0;                                              // setmaxnreg
   GroupQueue bulk[kLanes];                                                   // per thread
   GroupQueue copies;                                                         // cp.async
   GroupQueue matrix;                                                         // wgmma
-  Agent bulk_agent = 0, copy_agent = 0, matrix_agent = 0, tensor_agent = 0;  // who carries them out; 0: none yet
+  Agent bulk_agent = 0, copy_agent = 0, matrix_agent = 0, tensor_agent = 0, load_agent = 0;  // who carries them out; 0: none yet
+  uint32_t load_time = 0;         // of the last tcgen05.ld
   uint32_t tensor_time = 0;                                                  // of the last tcgen05.st
   Agent pipe_agent = 0;     // this warp's tcgen05.mma, cp and commit, which run in order
   uint64_t pipe_due = 0;    // when the last of them runs
@@ -179,12 +186,17 @@ class Warp {
 
  private:
   void choose_group();
-  // Bit 0 of `kinds`: held for writing; bit 1: for reading.
-  void check_held(Slot slot, uint8_t kinds) const;
+  // An instruction reads or writes a register that something asynchronous concerns.
+  void touch(Slot slot, bool writes) const;
 
   std::vector<uint32_t> registers_;
   std::vector<uint32_t> predicates_;
-  std::vector<uint8_t> holds_;  // by slot, bits as in check_held
+  // By slot: what concerns the register. Touching it may complete a tensor-memory load, so a read changes what is known.
+  static constexpr uint8_t kWritten = 1, kRead = 2, kLoading = 4, kMatrix = 8, kTouched = 16;
+  mutable std::vector<uint8_t> holds_;
+  mutable std::vector<Held> loads_;
+  bool watching_ = false;
+  bool fenced_registers_ = false;  // a wgmma.fence was executed
   const uint32_t* constants_;
   bool blocked_ = false;
 };
