@@ -22,6 +22,16 @@ FORWARD_DTYPES = ("bfloat16", "float16")
 GROUP_ROWS = 64
 WARPS_PER_GROUP = 4
 Mask = Literal["causal", "window", "intervals", "ids"]
+# Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need.
+SCALARS = (
+    *("query_length", "key_length", "heads", "kv_heads", "offset", "left", "right", "section_heads"),
+    "interval_stride",
+)
+SIZES = (
+    *("batch", "sections", "items", "head_dim", "head_bytes"),
+    *("query_row_bytes", "key_row_bytes", "query_batch_bytes", "key_batch_bytes"),
+)
+FLOATS = ("scale_log2", "slack", "cap_log2")
 MASKS: tuple[Mask, ...] = ("causal", "window", "intervals", "ids")
 
 
@@ -60,6 +70,42 @@ def padded_head_dim(head_dim: int) -> int:
     )
 
 
+def _tensor_maps(dtype: str, head_dim: int, tiles: Tiles) -> tuple[TensorMap, ...]:
+    """(head_dim, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by the rows of one copy."""
+    box_columns = 64 if head_dim % 64 == 0 else 32
+    return tuple(
+        TensorMap(
+            name=name,
+            buffer=name,
+            element=dtype,
+            extents=("head_dim", f"{side}_length", heads, "batch"),
+            strides_bytes=(f"{side}_row_bytes", "head_bytes", f"{side}_batch_bytes"),
+            box=(box_columns, rows, 1, 1),
+            swizzle_bytes=box_columns * DTYPES[dtype],
+        )
+        for name, side, heads, rows in (
+            ("query", "query", "heads", GROUP_ROWS),
+            ("key", "key", "kv_heads", tiles.key_tile),
+            ("value", "key", "kv_heads", tiles.key_tile),
+            ("out", "query", "heads", GROUP_ROWS),
+        )
+    )
+
+
+def _events(tiles: Tiles, row_bytes: int) -> tuple[Event, ...]:
+    """One copy fills a stage; one lane of each attending warp frees it."""
+    readers, step_bytes = tiles.groups * WARPS_PER_GROUP, tiles.key_tile * row_bytes
+    rings = [
+        event
+        for ring in ("keys", "values")
+        for event in (
+            Event(f"{ring}_landed", (("load", 1),), ("attend",), 1, tiles.stages, step_bytes),
+            Event(f"{ring}_free", (("attend", readers),), ("load",), readers, tiles.stages),
+        )
+    ]
+    return (Event("query_landed", (("load", 1),), ("attend",), 1, tiles.groups, GROUP_ROWS * row_bytes), *rings)
+
+
 def forward_plan(
     dtype: str, head_dim: int, mask: Mask, *, tiles: Tiles, soft_cap: bool = False, sinks: bool = False
 ) -> KernelPlan:
@@ -86,12 +132,6 @@ def forward_plan(
         raise PlanError(f"forward: groups is {tiles.groups}; it takes 2 or 3.")
     load_registers, attend_registers = tiles.registers
     row_bytes = head_dim * DTYPES[dtype]
-    integers = (
-        *("query_length", "key_length", "heads", "kv_heads", "offset", "left", "right", "section_heads"),
-        *("interval_stride", "batch", "sections", "items", "head_dim", "head_bytes"),
-        *("query_row_bytes", "key_row_bytes", "query_batch_bytes", "key_batch_bytes"),
-    )
-    pointers = [Parameter("result", "lse")]
     operands = ["query", "key", "value"]
     if sinks:
         operands.append("sinks")
@@ -99,8 +139,6 @@ def forward_plan(
         operands += ["item_table", "lo", "hi"]
     if mask == "ids":
         operands += ["query_ids", "key_ids"]
-    pointers += [Parameter("operand", name) for name in operands[3:]]
-    readers = tiles.groups * WARPS_PER_GROUP
     grid = (Extent((("section_heads", 1),)), Extent((("query_length", tiles.rows),)), Extent((("sections", 1),)))
     if mask in ("intervals", "ids"):
         grid = (Extent((("items", 1),)), Extent(), Extent())
@@ -120,47 +158,26 @@ def forward_plan(
         ),
         operands=tuple(operands),
         results=("out", "lse"),
-        integers=integers,
-        floats=("scale_log2", "slack", "cap_log2"),
+        integers=(*SCALARS, *SIZES),
+        floats=FLOATS,
         parameters=(
             *(Parameter("tensor_map", name) for name in ("query", "key", "value", "out")),
-            *pointers,
-            *(Parameter("int32", name) for name in integers[:9]),
-            *(Parameter("float32", name) for name in ("scale_log2", "slack", "cap_log2")),
+            Parameter("result", "lse"),
+            *(Parameter("operand", name) for name in operands[3:]),
+            *(Parameter("int32", name) for name in SCALARS),
+            *(Parameter("float32", name) for name in FLOATS),
         ),
         grid=grid,
         roles=(
             Role("load", WARPS_PER_GROUP, load_registers),
             Role("attend", tiles.groups * WARPS_PER_GROUP, attend_registers),
         ),
-        tensor_maps=tuple(
-            TensorMap(
-                name=name,
-                buffer=name,
-                element=dtype,
-                extents=("head_dim", f"{side}_length", heads, "batch"),
-                strides_bytes=(f"{side}_row_bytes", "head_bytes", f"{side}_batch_bytes"),
-                box=(64 if head_dim % 64 == 0 else 32, rows, 1, 1),
-                swizzle_bytes=128 if head_dim % 64 == 0 else 64,
-            )
-            for name, side, heads, rows in (
-                ("query", "query", "heads", GROUP_ROWS),
-                ("key", "key", "kv_heads", tiles.key_tile),
-                ("value", "key", "kv_heads", tiles.key_tile),
-                ("out", "query", "heads", GROUP_ROWS),
-            )
-        ),
+        tensor_maps=_tensor_maps(dtype, head_dim, tiles),
         shared=(
             SharedBuffer("query", GROUP_ROWS * row_bytes, tiles.groups, alignment=1024),
             SharedBuffer("staged_out", GROUP_ROWS * row_bytes, tiles.groups, alignment=1024, over="query"),
             SharedBuffer("keys", tiles.key_tile * row_bytes, tiles.stages, alignment=1024),
             SharedBuffer("values", tiles.key_tile * row_bytes, tiles.stages, alignment=1024),
         ),
-        events=(
-            Event("query_landed", (("load", 1),), ("attend",), 1, tiles.groups, GROUP_ROWS * row_bytes),
-            Event("keys_landed", (("load", 1),), ("attend",), 1, tiles.stages, tiles.key_tile * row_bytes),
-            Event("keys_free", (("attend", readers),), ("load",), readers, tiles.stages),
-            Event("values_landed", (("load", 1),), ("attend",), 1, tiles.stages, tiles.key_tile * row_bytes),
-            Event("values_free", (("attend", readers),), ("load",), readers, tiles.stages),
-        ),
+        events=_events(tiles, row_bytes),
     )
