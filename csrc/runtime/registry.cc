@@ -121,9 +121,9 @@ const KernelBinary& FindBinary(const Tables& tables, std::string_view hash) {
   return found->second;
 }
 
-// Compares the recipe with what the driver says of the loaded kernel, where the driver can say it. Sizes only: the launch
-// passes an address for each parameter and the driver places them. Its offsets count from a base that is no multiple of
-// 64 on compute capability 9.0 (0x210), so that a tensor map which comes first is said to lie at 48.
+// Compares the recipe with what the driver says of the loaded kernel, where the driver can say it. Sizes only: the
+// launch passes an address for each parameter and the driver places them. Its offsets count from a base that is no
+// multiple of 64 on compute capability 9.0 (0x210), so that a tensor map which comes first is said to lie at 48.
 void CheckParameters(const Driver& driver, driver_api::Kernel kernel, const KernelBinary& binary) {
   if (driver.kernel_get_param_info == nullptr) return;
   for (std::size_t i = 0; i < binary.recipe.parameters.size(); ++i) {

@@ -160,17 +160,18 @@ class Warp {
   bool yield = false;  // set by a handler: let others run
   Agent agent = 0;
   uint32_t time = 1;
-  mutable Knowledge knows;        // a read of a loaded register completes the load
-  int registers_per_thread = 0;                                              // setmaxnreg
-  GroupQueue bulk[kLanes];                                                   // per thread
-  GroupQueue copies;                                                         // cp.async
-  GroupQueue matrix;                                                         // wgmma
-  Agent bulk_agent = 0, copy_agent = 0, matrix_agent = 0, tensor_agent = 0, load_agent = 0;  // who carries them out; 0: none yet
-  uint32_t load_time = 0;         // of the last tcgen05.ld
-  uint32_t tensor_time = 0;                                                  // of the last tcgen05.st
-  Agent pipe_agent = 0;     // this warp's tcgen05.mma, cp and commit, which run in order
-  uint64_t pipe_due = 0;    // when the last of them runs
-  uint64_t matrix_due = 0;  // when the last wgmma runs
+  mutable Knowledge knows;       // a read of a loaded register completes the load
+  int registers_per_thread = 0;  // setmaxnreg
+  GroupQueue bulk[kLanes];       // per thread
+  GroupQueue copies;             // cp.async
+  GroupQueue matrix;             // wgmma
+  Agent bulk_agent = 0, copy_agent = 0, matrix_agent = 0, tensor_agent = 0,
+        load_agent = 0;      // who carries them out; 0: none yet
+  uint32_t load_time = 0;    // of the last tcgen05.ld
+  uint32_t tensor_time = 0;  // of the last tcgen05.st
+  Agent pipe_agent = 0;      // this warp's tcgen05.mma, cp and commit, which run in order
+  uint64_t pipe_due = 0;     // when the last of them runs
+  uint64_t matrix_due = 0;   // when the last wgmma runs
   // Registers that wgmma groups write or read until they are waited for.
   struct Held {
     uint64_t group;
@@ -191,7 +192,8 @@ class Warp {
 
   std::vector<uint32_t> registers_;
   std::vector<uint32_t> predicates_;
-  // By slot: what concerns the register. Touching it may complete a tensor-memory load, so a read changes what is known.
+  // By slot: what concerns the register. Touching it may complete a tensor-memory load, so a read changes what is
+  // known.
   static constexpr uint8_t kWritten = 1, kRead = 2, kLoading = 4, kMatrix = 8, kTouched = 16;
   mutable std::vector<uint8_t> holds_;
   mutable std::vector<Held> loads_;
