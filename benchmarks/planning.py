@@ -10,6 +10,7 @@ kept. Figures are processor time of the one thread that plans.
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,14 +21,6 @@ from jax_fa4.arguments import read_call
 from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import WorkTable, backward_table, forward_table
-
-TOKENS = flags.DEFINE_integer("tokens", 131072, "Tokens in the one packed row.", lower_bound=1)
-DOCUMENTS = flags.DEFINE_integer("documents", 500, "Documents in it.", lower_bound=1)
-HEADS = flags.DEFINE_integer("heads", 8, "Query heads.", lower_bound=1)
-REPEATS = flags.DEFINE_integer("repeats", 9, "Plans to time of each kind.", lower_bound=1)
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the documents' lengths.")
-ARCHITECTURE = flags.DEFINE_enum("architecture", "sm_100", [*ARCHITECTURES], "GPU to make the schedules for.")
-OUT = flags.DEFINE_string("out", None, "File to write the figures to, as JSON.")
 
 ROW_TILE, COLUMN_TILE = 128, 128
 
@@ -75,20 +68,34 @@ def measure(tokens: int, documents: int, heads: int, architecture: str, repeats:
     }
 
 
+def define_flags() -> None:
+    """Flags of the program; not defined on import, so that a test can import several benchmarks."""
+    flags.DEFINE_integer("tokens", 131072, "Tokens in the one packed row.", lower_bound=1)
+    flags.DEFINE_integer("documents", 500, "Documents in it.", lower_bound=1)
+    flags.DEFINE_integer("heads", 8, "Query heads.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 9, "Plans to time of each kind.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Seed of the documents' lengths.")
+    flags.DEFINE_enum("architecture", "sm_100", [*ARCHITECTURES], "GPU to make the schedules for.")
+    flags.DEFINE_string("out", None, "File to write the figures to, as JSON.")
+
+
 def main(arguments: list[str]) -> None:
     """Measure with the sizes of the flags, print, and write the figures."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected arguments {arguments[1:]}; sizes are flags, such as --tokens=4096")
-    figures = measure(TOKENS.value, DOCUMENTS.value, HEADS.value, ARCHITECTURE.value, REPEATS.value, SEED.value)
-    sizes = {"tokens": TOKENS.value, "documents": DOCUMENTS.value, "heads": HEADS.value}
-    print(f"planning {TOKENS.value} tokens in {DOCUMENTS.value} documents, {HEADS.value} heads, {ARCHITECTURE.value}")
+    names = ("tokens", "documents", "heads", "architecture")
+    sizes: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
+    figures = measure(**sizes, repeats=flags.FLAGS.repeats, seed=flags.FLAGS.seed)
+    print("planning", ", ".join(f"{name} {value}" for name, value in sizes.items()))
     for name, value in figures.items():
         kind, unit = name.split("_")
         print(f"  {kind:10s}{value:8.2f} {unit}")
-    if OUT.value:
-        Path(OUT.value).parent.mkdir(parents=True, exist_ok=True)
-        Path(OUT.value).write_text(json.dumps({"benchmark": "planning", **sizes, **figures}, indent=1) + "\n")
+    if flags.FLAGS.out:
+        path = Path(flags.FLAGS.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"benchmark": "planning", **sizes, **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)
