@@ -16,14 +16,8 @@ MUTANTS = mutants()
 
 # What the emulator does not notice yet; a mutant that it learns to notice leaves this list (the marks are strict).
 UNNOTICED = {
-    (blackwell, "remove wait::ld out"): "a tcgen05.ld counts as done when issued",
-    (blackwell, "free the output before it is read"): "a tcgen05.ld counts as done when issued",
-    (blackwell, "remove wait_group out"): "a CTA may exit while a bulk store still reads its shared memory",
-    (hopper, "remove wait_group out"): "a CTA may exit while a bulk store still reads its shared memory",
     (hopper, "remove wgmma wait scores"): "shared reads of a wgmma count as the warp's",
     (hopper, "wait for all scores but one group"): "shared reads of a wgmma count as the warp's",
-    (hopper, "remove wgmma fence scores"): "register accesses since the last wgmma.fence are not tracked",
-    (hopper, "remove wgmma fence out"): "register accesses since the last wgmma.fence are not tracked",
 }
 
 
