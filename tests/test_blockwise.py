@@ -318,7 +318,7 @@ def test_the_program_does_not_grow_with_the_documents():
         ids = np.sort(np.arange(1024, dtype=np.int32) % documents)[None]
         drawn = draw({"segment_ids": ids, "is_causal": True}, jnp.float32, 12, (1, 1024, 1024, 1, 1, 4, 4))
         sizes.append(len(arrays_of_gradient(*drawn)))
-    assert abs(sizes[0] - sizes[1]) < 0.1 * sizes[0]
+    assert sizes[1] < 1.1 * sizes[0]
 
 
 def test_inside_shard_map():

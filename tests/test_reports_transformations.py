@@ -293,7 +293,7 @@ def test_import_needs_no_gpu_no_cuda_and_no_compiler():
         "sys.modules['nvidia_cutlass_dsl'] = None\n"
         "import jax, jax.numpy as jnp, jax_fa4\n"
         "x = jnp.ones((1, 4, 2, 8))\n"
-        "print(float(attention(x, x, x, is_causal=True).sum()))\n"
+        "print(float(jax_fa4.attention(x, x, x, is_causal=True).sum()))\n"
         "assert 'matplotlib' not in sys.modules and 'flax' not in sys.modules\n"
     )
     environment = {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "HOME": "/nonexistent"}
