@@ -119,7 +119,7 @@ def test_architecture_is_checked(stub: Stub, architecture: str, capability: tupl
 
 def test_parameters_of_the_loaded_code_are_compared(stub: Stub) -> None:
     content_hash = launch.register(stub_binary(fill_plan(), image=b"STUB entry=fill params=8,4,8"))
-    with pytest.raises(RuntimeError, match="parameter 2 is 8 bytes at offset 16"):
+    with pytest.raises(RuntimeError, match="parameter 2 is 8 bytes in the loaded code, 4 in the recipe"):
         launch.native().load("stub", content_hash, 0)
     assert stub.count("cuLibraryUnload") == 1
 
