@@ -1,9 +1,10 @@
 """A small pipelined kernel for sm_90: out = round(query key^T) value, with every kind of synchronisation in it.
 
-Five warps. Warps 0-3 are a warpgroup that owns 64 query rows: scores by wgmma from shared memory, rounded to bf16
+Six warps. Warps 0-3 are a warpgroup that owns 64 query rows: scores by wgmma from shared memory, rounded to bf16
 registers, out += probs value with probs from registers; the scores of the next block are in flight meanwhile. Last,
-the output goes to shared memory and is stored by TMA. Warp 4 loads by TMA: a query tile, and rings of two key and two
-value blocks of 64. Each CTA walks `tiles` query tiles, so that every barrier goes through several phases.
+the output goes to shared memory and is stored by TMA. Warp 4 loads by TMA a query tile and a ring of two key
+blocks of 64, warp 5 a ring of two value blocks. Each CTA walks `tiles` query tiles, so that every barrier goes through
+several phases.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from tests.emulator.mutation.ptx_text import Line, Writer, module, registers
 
 ENTRY = "chain_hopper"
-THREADS = 160
+THREADS = 192
 TILE_ROWS = 64
 BLOCK_KEYS = 64
 HEAD_DIM = 64
@@ -114,8 +115,22 @@ def setup(w: Writer) -> None:
     w("mov.u32 %count, 0")
 
 
-def load_role(w: Writer) -> None:
-    """One elected thread of warp 4."""
+def load_blocks(w: Writer, name: str, offset: int) -> None:
+    """All key or value blocks of a tile through their ring."""
+    with w.loop("%block", "%blocks"):
+        stage_and_parity(w, "%count")
+        w(f"mul.lo.u32 %key_row, %block, {BLOCK_KEYS}")
+        w.wait(ring(w, f"{name}_empty"), "%empty_parity", f"wait {name}_empty")
+        full = ring(w, f"{name}_full")
+        w(f"mbarrier.arrive.expect_tx.shared::cta.b64 %state, [{full}], {BLOCK_BYTES}", f"expect {name}_full")
+        w(f"mad.lo.u32 %a, %stage, {BLOCK_BYTES}, {offset}")
+        w("add.u32 %a, %a, %base")
+        load(w, name, "%a", "%key_row", full)
+        w("add.u32 %count, %count, 1")
+
+
+def load_roles(w: Writer) -> None:
+    """A thread of warp 4 for queries and keys, one of warp 5 for values: each ring has its own barriers alone."""
     w("setp.eq.u32 %elected, %thread, 128")
     with w.when("%elected"), w.loop("%tile", "%tiles"):
         tile_parities(w)
@@ -126,17 +141,10 @@ def load_role(w: Writer) -> None:
         w(f"mbarrier.arrive.expect_tx.shared::cta.b64 %state, [%b], {TILE_BYTES}", "expect query_full")
         w(f"add.u32 %a, %base, {QUERY}")
         load(w, "query", "%a", "%row", "%b")
-        with w.loop("%block", "%blocks"):
-            stage_and_parity(w, "%count")
-            w(f"mul.lo.u32 %key_row, %block, {BLOCK_KEYS}")
-            for name, offset in (("key", KEYS), ("value", VALUES)):
-                w.wait(ring(w, f"{name}_empty"), "%empty_parity", f"wait {name}_empty")
-                full = ring(w, f"{name}_full")
-                w(f"mbarrier.arrive.expect_tx.shared::cta.b64 %state, [{full}], {BLOCK_BYTES}", f"expect {name}_full")
-                w(f"mad.lo.u32 %a, %stage, {BLOCK_BYTES}, {offset}")
-                w("add.u32 %a, %a, %base")
-                load(w, name, "%a", "%key_row", full)
-            w("add.u32 %count, %count, 1")
+        load_blocks(w, "key", KEYS)
+    w("setp.eq.u32 %elected, %thread, 160")
+    with w.when("%elected"), w.loop("%tile", "%tiles"):
+        load_blocks(w, "value", VALUES)
 
 
 def release(w: Writer, address: str, tag: str) -> None:
@@ -280,7 +288,7 @@ def lines() -> list[Line]:
     """The whole kernel."""
     w = Writer()
     setup(w)
-    load_role(w)
+    load_roles(w)
     rows_role(w)
     w("ret")
     return w.lines

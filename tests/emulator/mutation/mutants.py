@@ -133,8 +133,9 @@ def common(kernel: ModuleType) -> dict[str, Edit]:
     edits["never accumulate scores"] = replace("accumulate scores", "setp.ne", "setp.lt")
     edits["accumulate over tiles"] = replace("accumulate out", "setp.ne", "setp.ge")
     edits["forget earlier blocks"] = replace("accumulate out", "setp.ne", "setp.lt")
+    first_scores = 1 if kernel is blackwell else 2  # after one loading role, or two
     edits["load into the other stage"] = replace_nth("stage", 0, "%count, 1", "%empty_parity, 1")
-    edits["read scores' keys from stage 0"] = replace_nth("stage", 1, ", 1", ", 0")
+    edits["read scores' keys from stage 0"] = replace_nth("stage", first_scores, ", 1", ", 0")
     return edits
 
 

@@ -14,12 +14,6 @@ SEEDS = 20
 ARCHITECTURES = {blackwell: "10.0", hopper: "9.0"}
 MUTANTS = mutants()
 
-# What the emulator does not notice yet; a mutant that it learns to notice leaves this list (the marks are strict).
-UNNOTICED = {
-    (hopper, "remove wgmma wait scores"): "shared reads of a wgmma count as the warp's",
-    (hopper, "wait for all scores but one group"): "shared reads of a wgmma count as the warp's",
-}
-
 
 @pytest.mark.parametrize(("kernel", "target"), [(blackwell, "sm_100a"), (blackwell, "sm_100f"), (hopper, "sm_90a")])
 def test_kernels_assemble(kernel, target, tmp_path):
@@ -69,13 +63,10 @@ def test_the_kernels_are_right_and_unreported_under_every_seed(problem_of, kerne
 
 def sample(every: int) -> list[object]:
     """All mutants as test parameters; but for each `every`-th they are left to the long run."""
-    parameters = []
-    for i, mutant in enumerate(MUTANTS):
-        marks = [pytest.mark.slow] if i % every else []
-        reason = UNNOTICED.get((mutant.kernel, mutant.name))
-        marks += [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-        parameters.append(pytest.param(mutant, id=f"{mutant.kernel.ENTRY}-{mutant.name}", marks=marks))
-    return parameters
+    return [
+        pytest.param(mutant, id=f"{mutant.kernel.ENTRY}-{mutant.name}", marks=[pytest.mark.slow] if i % every else [])
+        for i, mutant in enumerate(MUTANTS)
+    ]
 
 
 @pytest.mark.parametrize("mutant", sample(every=8))
