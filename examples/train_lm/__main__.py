@@ -22,8 +22,8 @@ from examples.train_lm.model import (
     packed_attention,
 )
 
-STEPS = flags.DEFINE_integer("steps", 140, "Training steps.", lower_bound=1)
-EVAL_EVERY = flags.DEFINE_integer("eval_every", 35, "Steps from one evaluation to the next.", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 112, "Training steps.", lower_bound=1)
+EVAL_EVERY = flags.DEFINE_integer("eval_every", 28, "Steps from one evaluation to the next.", lower_bound=1)
 EVAL_ROWS = flags.DEFINE_integer("eval_rows", 12, "Held-out rows to evaluate on.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 2, "Rows per step.", lower_bound=1)
 ROW_LENGTH = flags.DEFINE_integer("row_length", 2048, "Tokens (bytes) per row.", lower_bound=2)
