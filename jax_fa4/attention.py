@@ -1,12 +1,13 @@
 """The one entry point, `attention`, and `explain`, which says what a call of it gets."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_fa4 import arguments, autodiff, dispatch
+from jax_fa4 import arguments, autodiff, dispatch, partitioning
 from jax_fa4.dispatch import Explanation, Implementation
 
 
@@ -103,7 +104,8 @@ def attention(
     target = dispatch.current_target(call.operands.query)
 
     def attempt(chosen: Implementation) -> autodiff.Pair:
-        return autodiff.attend(chosen, call.problem, target, call.operands)
+        run = functools.partial(autodiff.attend, chosen, call.problem, target)
+        return partitioning.run_sharded(run, call.operands)
 
     out, lse = dispatch.run(names, call.problem, target, attempt)
     out = out.reshape(*call.leading, *out.shape[1:])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fa4
@@ -88,3 +88,22 @@ def test_shard_map(implementation):
         )
     )
     assert_close(mapped(*operands), jax_fa4.attention(*operands, is_causal=True, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_explicit_axes_keep_their_sharding(implementation):
+    """jax-ml/jax PR #36539, #33505: on Explicit axes the output's type keeps batch and heads; gradients too."""
+    operands = draw(4, batch=4, query_length=8, key_length=8, query_heads=4, kv_heads=2)
+    expected = value_and_grads(implementation)(*operands)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    spec = P("data", None, "model", None)
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in operands]
+        out, lse = jax.jit(
+            lambda q, k, v: jax_fa4.attention(q, k, v, return_residual=True, implementation=implementation)
+        )(*sharded)
+        assert jax.typeof(out).sharding.spec == spec
+        assert jax.typeof(lse).sharding.spec == P("data", None, "model")
+        value, grads = value_and_grads(implementation)(*sharded)
+        assert [jax.typeof(grad).sharding.spec for grad in grads] == [spec] * 3
+        jax.tree.map(assert_close, (value, grads), expected)
