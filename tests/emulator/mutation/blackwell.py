@@ -9,6 +9,7 @@ that every barrier goes through several phases.
 
 from __future__ import annotations
 
+from tests.emulator.mutation import pipeline
 from tests.emulator.mutation.ptx_text import Line, Writer, module, registers
 
 ENTRY = "chain_blackwell"
@@ -86,23 +87,7 @@ def barrier(name: str) -> str:
 
 def ring(w: Writer, name: str) -> str:
     """Computes the address of a ring's barrier of %stage into %at."""
-    w(f"mad.lo.u32 %at, %stage, 8, {BARRIERS + 8 * BARRIER_TABLE[name][0]}")
-    w("add.u32 %at, %at, %base")
-    return "%at"
-
-
-def stage_and_parity(w: Writer) -> None:
-    """From the running count of blocks: the stage, the parity to wait for when full, and when empty."""
-    w("and.b32 %stage, %count, 1", "stage")
-    w("shr.u32 %parity, %count, 1")
-    w("and.b32 %parity, %parity, 1")
-    w("xor.b32 %empty_parity, %parity, 1")
-
-
-def tile_parities(w: Writer) -> None:
-    """Parities of barriers that complete once a tile."""
-    w("and.b32 %tile_parity, %tile, 1")
-    w("xor.b32 %tile_empty_parity, %tile_parity, 1")
+    return pipeline.ring(w, BARRIERS + 8 * BARRIER_TABLE[name][0])
 
 
 def load(w: Writer, name: str, offset: str, rows: str, full: str, tag: str) -> None:
@@ -120,23 +105,14 @@ def setup(w: Writer) -> None:
     """Roles, barriers, tensor memory."""
     w("mov.u32 %thread, %tid.x")
     w("shr.u32 %warp, %thread, 5")
-    w("mov.u32 %base, storage")
-    w("ld.param.u32 %tiles, [tiles]")
-    w("ld.param.u32 %blocks, [blocks]")
-    w("mov.u32 %first_tile, %ctaid.x")
-    w("mul.lo.u32 %first_tile, %first_tile, %tiles")
+    pipeline.start_tiles(w)
     w("setp.lt.u32 %is_rows, %warp, 4")
     w("and.b32 %a, %warp, 12")
     w("setp.eq.u32 %is_store, %a, 4")
     w("setp.eq.u32 %is_mma, %warp, 9")
     w("and.b32 %a, %thread, 31")
     w("setp.eq.u32 %one_lane, %a, 0")
-    w("setp.eq.u32 %elected, %thread, 0")
-    with w.when("%elected"):
-        for name, (slot, count) in BARRIER_TABLE.items():
-            for stage in range(STAGES if name in RINGS else 1):
-                w(f"mbarrier.init.shared::cta.b64 [%base+{BARRIERS + 8 * (slot + stage)}], {count}", f"init {name}")
-        w("fence.mbarrier_init.release.cluster", "fence init")
+    pipeline.init_barriers(w, BARRIER_TABLE, RINGS, STAGES, BARRIERS)
     with w.when("%is_mma"):
         w(f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%base+{TENSOR_POINTER}], {COLUMNS}")
         w("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned")
@@ -154,7 +130,7 @@ def load_role(w: Writer) -> None:
     """One elected thread of warp 8."""
     w("setp.eq.u32 %elected, %thread, 256")
     with w.when("%elected"), w.loop("%tile", "%tiles"):
-        tile_parities(w)
+        pipeline.tile_parities(w)
         w("add.u32 %row, %first_tile, %tile")
         w(f"mul.lo.u32 %row, %row, {TILE_ROWS}")
         w.wait(barrier("query_empty"), "%tile_empty_parity", "wait query_empty")
@@ -166,7 +142,7 @@ def load_role(w: Writer) -> None:
         w(f"add.u32 %b, %base, {BARRIERS + 8 * BARRIER_TABLE['query_full'][0]}")
         load(w, "query", "%a", "%row", "%b", "load query")
         with w.loop("%block", "%blocks"):
-            stage_and_parity(w)
+            pipeline.stage_and_parity(w)
             w(f"mul.lo.u32 %key_row, %block, {BLOCK_KEYS}")
             for name, offset in (("key", KEYS), ("value", VALUES)):
                 w.wait(ring(w, f"{name}_empty"), "%empty_parity", f"wait {name}_empty")
@@ -178,14 +154,6 @@ def load_role(w: Writer) -> None:
             w("add.u32 %count, %count, 1")
 
 
-def operand(w: Writer, register: str, address: str, step_bytes: int) -> None:
-    """A shared memory descriptor at `address` plus a constant."""
-    w(f"add.u32 %low, {address}, {step_bytes}")
-    w("shr.u32 %low, %low, 4")
-    w("and.b32 %low, %low, 16383")
-    w(f"mov.b64 {register}, {{%low, {OPERAND_HIGH}}}", f"descriptor {register[1:]}")
-
-
 def commit(w: Writer, address: str, tag: str) -> None:
     """Arrives when all products issued so far have completed."""
     w(f"tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{address}]", tag)
@@ -193,14 +161,14 @@ def commit(w: Writer, address: str, tag: str) -> None:
 
 def scores_product(w: Writer) -> None:
     """scores = query key^T of the block at %count: four instructions along head_dim."""
-    stage_and_parity(w)
+    pipeline.stage_and_parity(w)
     w.wait(ring(w, "key_full"), "%parity", "wait key_full")
     w(f"mad.lo.u32 %b, %stage, {BLOCK_BYTES}, {KEYS}")
     w("add.u32 %b, %b, %base")
     w(f"add.u32 %a, %base, {QUERY}")
     for step in range(HEAD_DIM // 16):
-        operand(w, "%descriptor_a", "%a", 32 * step)
-        operand(w, "%descriptor_b", "%b", 32 * step)
+        pipeline.descriptor(w, "%descriptor_a", "%a", 32 * step, OPERAND_HIGH)
+        pipeline.descriptor(w, "%descriptor_b", "%b", 32 * step, OPERAND_HIGH)
         w(f"setp.ne.u32 %accumulate, {step}, 0", "accumulate scores")
         w(
             "tcgen05.mma.cta_group::1.kind::f16 "
@@ -213,7 +181,7 @@ def scores_product(w: Writer) -> None:
 
 def output_product(w: Writer) -> None:
     """out += probs value: four instructions along the keys, 16 keys (2048 bytes of value, 8 columns of probs) each."""
-    stage_and_parity(w)
+    pipeline.stage_and_parity(w)
     w.wait(ring(w, "value_full"), "%parity", "wait value_full")
     w("and.b32 %parity, %count, 1")
     w.wait(barrier("probs_full"), "%parity", "wait probs_full")
@@ -222,7 +190,7 @@ def output_product(w: Writer) -> None:
     w("add.u32 %b, %b, %base")
     w(f"add.u32 %a, %tensor, {OUTPUT}")
     for step in range(BLOCK_KEYS // 16):
-        operand(w, "%descriptor_b", "%b", 2048 * step)
+        pipeline.descriptor(w, "%descriptor_b", "%b", 2048 * step, OPERAND_HIGH)
         w(f"add.u32 %low, %tensor, {PROBS + 8 * step}", "probs column")
         if step == 0:
             w("setp.ne.u32 %accumulate, %block, 0", "accumulate out")
@@ -239,7 +207,7 @@ def mma_role(w: Writer) -> None:
     """One elected thread of warp 9: scores of block i + 1 are issued after the output product of block i."""
     w("setp.eq.u32 %elected, %thread, 288")
     with w.when("%elected"), w.loop("%tile", "%tiles"):
-        tile_parities(w)
+        pipeline.tile_parities(w)
         w.wait(barrier("query_full"), "%tile_parity", "wait query_full")
         w("mov.u32 %block, 0")
         scores_product(w)
@@ -288,9 +256,7 @@ def store_tile(w: Writer) -> None:
     w("tcgen05.wait::ld.sync.aligned", "wait::ld out")
     w("tcgen05.fence::before_thread_sync", "fence before out_empty")
     release(w, barrier("out_empty"), "arrive out_empty")
-    with w.when("%elected"):
-        w("cp.async.bulk.wait_group.read 0", "wait_group.read staging")
-    w("bar.sync 1, 128", "barrier staging free")
+    pipeline.begin_staging(w)
     w("and.b32 %swizzle, %thread, 7", "staging swizzle")
     w("and.b32 %row, %thread, 127")
     w(f"mad.lo.u32 %row, %row, 128, {OUT}")
@@ -302,20 +268,7 @@ def store_tile(w: Writer) -> None:
             w("add.u32 %at, %at, %row")
             first = 32 * half + 4 * chunk
             w(f"st.shared.v4.b32 [%at], {{%s{first}, %s{first + 1}, %s{first + 2}, %s{first + 3}}}")
-    w("fence.proxy.async.shared::cta", "fence proxy staging")
-    w("bar.sync 1, 128", "barrier staging full")
-    with w.when("%elected"):
-        w("add.u32 %row, %first_tile, %tile")
-        w(f"mul.lo.u32 %row, %row, {TILE_ROWS}")
-        w("mov.b64 %map, out_map")
-        w("cvta.param.u64 %map, %map")
-        for half in range(2):
-            w(f"add.u32 %at, %base, {OUT + half * TILE_ROWS * 128}")
-            w(
-                f"cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%map, {{{32 * half}, %row}}], [%at]",
-                "store out",
-            )
-        w("cp.async.bulk.commit_group", "commit_group out")
+    pipeline.store_staged(w, OUT, TILE_ROWS)
 
 
 def rows_role(w: Writer) -> None:
@@ -329,7 +282,7 @@ def store_role(w: Writer) -> None:
     w("setp.eq.u32 %elected, %thread, 128")
     with w.when("%is_store"):
         with w.loop("%tile", "%tiles"):
-            tile_parities(w)
+            pipeline.tile_parities(w)
             store_tile(w)
         with w.when("%elected"):
             w("cp.async.bulk.wait_group 0", "wait_group out")

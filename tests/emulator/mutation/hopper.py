@@ -9,6 +9,7 @@ several phases.
 
 from __future__ import annotations
 
+from tests.emulator.mutation import pipeline
 from tests.emulator.mutation.ptx_text import Line, Writer, module, registers
 
 ENTRY = "chain_hopper"
@@ -63,23 +64,7 @@ def slot_offset(name: str) -> int:
 
 def ring(w: Writer, name: str, stage: str = "%stage") -> str:
     """Computes the address of a ring's barrier into %at."""
-    w(f"mad.lo.u32 %at, {stage}, 8, {slot_offset(name)}")
-    w("add.u32 %at, %at, %base")
-    return "%at"
-
-
-def stage_and_parity(w: Writer, count: str) -> None:
-    """From a running count of blocks: the stage, the parity to wait for when full, and when empty."""
-    w(f"and.b32 %stage, {count}, 1", "stage")
-    w(f"shr.u32 %parity, {count}, 1")
-    w("and.b32 %parity, %parity, 1")
-    w("xor.b32 %empty_parity, %parity, 1")
-
-
-def tile_parities(w: Writer) -> None:
-    """Parities of barriers that complete once a tile."""
-    w("and.b32 %tile_parity, %tile, 1")
-    w("xor.b32 %tile_empty_parity, %tile_parity, 1")
+    return pipeline.ring(w, slot_offset(name), stage)
 
 
 def load(w: Writer, name: str, offset: str, rows: str, full: str) -> None:
@@ -98,19 +83,10 @@ def setup(w: Writer) -> None:
     w("mov.u32 %thread, %tid.x")
     w("shr.u32 %warp, %thread, 5")
     w("and.b32 %lane, %thread, 31")
-    w("mov.u32 %base, storage")
-    w("ld.param.u32 %tiles, [tiles]")
-    w("ld.param.u32 %blocks, [blocks]")
-    w("mov.u32 %first_tile, %ctaid.x")
-    w("mul.lo.u32 %first_tile, %first_tile, %tiles")
+    pipeline.start_tiles(w)
     w("setp.lt.u32 %is_rows, %warp, 4")
     w("setp.eq.u32 %one_lane, %lane, 0")
-    w("setp.eq.u32 %elected, %thread, 0")
-    with w.when("%elected"):
-        for name, (slot, count) in BARRIER_TABLE.items():
-            for stage in range(STAGES if name in RINGS else 1):
-                w(f"mbarrier.init.shared::cta.b64 [%base+{BARRIERS + 8 * (slot + stage)}], {count}", f"init {name}")
-        w("fence.mbarrier_init.release.cluster", "fence init")
+    pipeline.init_barriers(w, BARRIER_TABLE, RINGS, STAGES, BARRIERS)
     w("bar.sync 0", "barrier setup")
     w("mov.u32 %count, 0")
 
@@ -118,7 +94,7 @@ def setup(w: Writer) -> None:
 def load_blocks(w: Writer, name: str, offset: int) -> None:
     """All key or value blocks of a tile through their ring."""
     with w.loop("%block", "%blocks"):
-        stage_and_parity(w, "%count")
+        pipeline.stage_and_parity(w, "%count")
         w(f"mul.lo.u32 %key_row, %block, {BLOCK_KEYS}")
         w.wait(ring(w, f"{name}_empty"), "%empty_parity", f"wait {name}_empty")
         full = ring(w, f"{name}_full")
@@ -133,7 +109,7 @@ def load_roles(w: Writer) -> None:
     """A thread of warp 4 for queries and keys, one of warp 5 for values: each ring has its own barriers alone."""
     w("setp.eq.u32 %elected, %thread, 128")
     with w.when("%elected"), w.loop("%tile", "%tiles"):
-        tile_parities(w)
+        pipeline.tile_parities(w)
         w("add.u32 %row, %first_tile, %tile")
         w(f"mul.lo.u32 %row, %row, {TILE_ROWS}")
         w.wait(f"%base+{slot_offset('query_empty')}", "%tile_empty_parity", "wait query_empty")
@@ -152,25 +128,17 @@ def release(w: Writer, address: str, tag: str) -> None:
     w(f"@%one_lane mbarrier.arrive.shared::cta.b64 %state, [{address}]", tag)
 
 
-def operand(w: Writer, register: str, address: str, step_bytes: int) -> None:
-    """A shared memory descriptor at `address` plus a constant."""
-    w(f"add.u32 %low, {address}, {step_bytes}")
-    w("shr.u32 %low, %low, 4")
-    w("and.b32 %low, %low, 16383")
-    w(f"mov.b64 {register}, {{%low, {OPERAND_HIGH}}}", f"descriptor {register[1:]}")
-
-
 def scores_product(w: Writer, count: str) -> None:
     """scores = query key^T: four instructions along head_dim, left in flight."""
-    stage_and_parity(w, count)
+    pipeline.stage_and_parity(w, count)
     w.wait(ring(w, "key_full"), "%parity", "wait key_full")
     w("wgmma.fence.sync.aligned", "wgmma fence scores")
     w(f"mad.lo.u32 %b, %stage, {BLOCK_BYTES}, {KEYS}")
     w("add.u32 %b, %b, %base")
     w(f"add.u32 %a, %base, {QUERY}")
     for step in range(HEAD_DIM // 16):
-        operand(w, "%descriptor_a", "%a", 32 * step)
-        operand(w, "%descriptor_b", "%b", 32 * step)
+        pipeline.descriptor(w, "%descriptor_a", "%a", 32 * step, OPERAND_HIGH)
+        pipeline.descriptor(w, "%descriptor_b", "%b", 32 * step, OPERAND_HIGH)
         w(f"setp.ne.u32 %accumulate, {step}, 0", "accumulate scores")
         w(
             f"wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {registers('s', 32)}, "
@@ -182,13 +150,13 @@ def scores_product(w: Writer, count: str) -> None:
 
 def output_product(w: Writer) -> None:
     """out += probs value: four instructions of 16 keys (2048 bytes of value) each, left in flight."""
-    stage_and_parity(w, "%count")
+    pipeline.stage_and_parity(w, "%count")
     w.wait(ring(w, "value_full"), "%parity", "wait value_full")
     w("wgmma.fence.sync.aligned", "wgmma fence out")
     w(f"mad.lo.u32 %b, %stage, {BLOCK_BYTES}, {VALUES}")
     w("add.u32 %b, %b, %base")
     for step in range(BLOCK_KEYS // 16):
-        operand(w, "%descriptor_b", "%b", 2048 * step)
+        pipeline.descriptor(w, "%descriptor_b", "%b", 2048 * step, OPERAND_HIGH)
         if step == 0:
             w("setp.ne.u32 %accumulate, %block, 0", "accumulate out")
         else:
@@ -234,9 +202,7 @@ def walk_blocks(w: Writer) -> None:
 
 def store_tile(w: Writer) -> None:
     """The output fragment to swizzled shared memory, TMA store in two boxes of 32 columns."""
-    with w.when("%elected"):
-        w("cp.async.bulk.wait_group.read 0", "wait_group.read staging")
-    w("bar.sync 1, 128", "barrier staging free")
+    pipeline.begin_staging(w)
     w("shr.u32 %swizzle, %lane, 2", "staging swizzle")
     w("mad.lo.u32 %row, %warp, 16, %swizzle")
     w(f"mad.lo.u32 %row, %row, 128, {OUT}")
@@ -253,20 +219,7 @@ def store_tile(w: Writer) -> None:
             offset = group // 4 * TILE_ROWS * 128 + half * 8 * 128
             first = 4 * group + 2 * half
             w(f"st.shared.v2.b32 [%at+{offset}], {{%o{first}, %o{first + 1}}}")
-    w("fence.proxy.async.shared::cta", "fence proxy staging")
-    w("bar.sync 1, 128", "barrier staging full")
-    with w.when("%elected"):
-        w("add.u32 %row, %first_tile, %tile")
-        w(f"mul.lo.u32 %row, %row, {TILE_ROWS}")
-        w("mov.b64 %map, out_map")
-        w("cvta.param.u64 %map, %map")
-        for half in range(2):
-            w(f"add.u32 %at, %base, {OUT + half * TILE_ROWS * 128}")
-            w(
-                f"cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%map, {{{32 * half}, %row}}], [%at]",
-                "store out",
-            )
-        w("cp.async.bulk.commit_group", "commit_group out")
+    pipeline.store_staged(w, OUT, TILE_ROWS)
 
 
 def rows_role(w: Writer) -> None:
@@ -274,7 +227,7 @@ def rows_role(w: Writer) -> None:
     w("setp.eq.u32 %elected, %thread, 0")
     with w.when("%is_rows"):
         with w.loop("%tile", "%tiles"):
-            tile_parities(w)
+            pipeline.tile_parities(w)
             w.wait(f"%base+{slot_offset('query_full')}", "%tile_parity", "wait query_full")
             walk_blocks(w)
             w(f"add.u32 %at, %base, {slot_offset('query_empty')}")
