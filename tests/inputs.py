@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_fa4
+from tests import oracle
 
 IMPLEMENTATIONS = ["reference", "blockwise"]
 
@@ -48,18 +49,9 @@ def assert_close(actual, expected, atol=2e-5, rtol=2e-5):
 
 def visible_pairs(query_length, key_length, *, is_causal=False, bottom_right=False, window=(None, None)):
     """Boolean (T, S): which key each query sees, pair by pair, straight from the definitions."""
-    offset = key_length - query_length if bottom_right else 0
-    left, right = (None if side in (None, -1) else side for side in window)
+    rules = {"is_causal": is_causal, "bottom_right": bottom_right, "window": window}
+    others = dict.fromkeys(("query_lengths", "key_lengths", "ids", "mask"))
     pairs = np.zeros((query_length, key_length), bool)
-    for i in range(query_length):
-        for j in range(key_length):
-            position = i + offset
-            seen = True
-            if is_causal and j > position:
-                seen = False
-            if left is not None and j < position - left:
-                seen = False
-            if right is not None and j > position + right:
-                seen = False
-            pairs[i, j] = seen
+    for i, j in np.ndindex(pairs.shape):
+        pairs[i, j] = oracle.sees(0, 0, i, j, lengths=pairs.shape, **rules, **others)
     return pairs

@@ -10,10 +10,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fa4
-from tests.inputs import assert_close, draw
+from tests.inputs import IMPLEMENTATIONS, assert_close, draw
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs the eight CPU devices that conftest.py asks for")
-IMPLEMENTATIONS = ["reference", "blockwise"]
 
 
 def mesh_of(*shape):

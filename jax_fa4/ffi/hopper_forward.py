@@ -25,7 +25,7 @@ from jax_fa4.kernels.hopper.plans import (
 )
 from jax_fa4.kernels.plan import DTYPES, PlanError
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import forward_table
+from jax_fa4.schedule.order import forward_grid, forward_table
 from jax_fa4.schedule.tiles import key_intervals, query_intervals
 
 UNBOUNDED = 1 << 30  # an edge that never binds: beyond any row, and its sum with a row does not overflow
@@ -72,13 +72,12 @@ def _floats(problem: AttentionProblem) -> dict[str, float]:
     return {"scale_log2": scale_log2, "slack": SLACK_LOG2 / scale_log2, "cap_log2": cap_log2}
 
 
-def _section_heads(problem: AttentionProblem) -> int:
+def _section_heads(problem: AttentionProblem, tiles: Tiles) -> int:
     """Query heads whose blocks run together: as many as fit in L2 with their keys and values, in even sections.
 
     Sections are of whole groups that share keys and values, and never cross the end, so that no block is without work.
     """
-    head_bytes = problem.key_length * 2 * problem.head_dim * DTYPES[problem.dtype]
-    most = max(ARCHITECTURES["sm_90"].section_l2_bytes // head_bytes, 1)
+    most = max(forward_grid(problem, tiles.rows, tiles.key_tile, ARCHITECTURES["sm_90"]).groups_in_l2, 1)
     groups = problem.batch * problem.kv_heads
     return max(one for one in range(1, min(most, groups) + 1) if groups % one == 0) * problem.group_size
 
@@ -87,7 +86,7 @@ def _integers(problem: AttentionProblem, tiles: Tiles) -> dict[str, int]:
     element_bytes = DTYPES[problem.dtype]
     head_bytes = problem.head_dim * element_bytes
     left, right = problem.mask.band
-    section_heads = _section_heads(problem)
+    section_heads = _section_heads(problem, tiles)
     integers = {
         "batch": problem.batch,
         "query_length": problem.query_length,

@@ -98,10 +98,14 @@ class WorkGrid:
     slots: int
 
     @property
+    def groups_in_l2(self) -> int:
+        """Groups of heads whose shared data fit in L2 together; may be 0."""
+        return self.section_l2_bytes // max(self.shared_bytes, 1)
+
+    @property
     def section_heads(self) -> int:
         """Heads of a section: those of the greatest power of two of groups that fits in L2, at least one group's."""
-        groups = self.section_l2_bytes // max(self.shared_bytes, 1)
-        power_of_two = 1 << max(groups.bit_length() - 1, 0)
+        power_of_two = 1 << max(self.groups_in_l2.bit_length() - 1, 0)
         return min(power_of_two * self.sharing_heads, max(self.heads, 1))
 
     @property

@@ -9,6 +9,7 @@
 #include "asynchronous.h"
 #include "grid.h"
 #include "handlers.h"
+#include "matrix_operand.h"
 #include "report.h"
 #include "scheduler.h"
 
@@ -190,32 +191,6 @@ struct Mma {
   bool has_disabled = false;
 };
 
-SharedOperand operand_of(uint64_t bits, int rows, int depth, Format format, Major major, const char* name) {
-  SharedOperand operand;
-  std::string problem = decode_tcgen05_descriptor(bits, operand.descriptor);
-  operand.major = major;
-  operand.format = format;
-  operand.rows = rows;
-  operand.depth = depth;
-  if (problem.empty()) problem = check_operand(operand);
-  if (!problem.empty())
-    throw Fault(Status::launch_failed,
-                std::string("the descriptor ") + hex(bits) + " of " + name + " is not valid: " + problem);
-  return operand;
-}
-
-void read_operand(Cta& cta, const SharedOperand& operand, const Actor& actor) {
-  walk_operand(operand, [&](uint32_t address) {
-    if (!cta.shared.contains(address, 16) || address < kReservedShared)
-      throw Fault(Status::illegal_address, "a tcgen05.mma operand reaches shared address " + hex(address) +
-                                               ", outside of the CTA's shared memory");
-    cta.read_shared(address, 16, actor, "tcgen05.mma");
-  });
-  cta.scheduler().counts.matrix_shared_read += static_cast<uint64_t>(operand.rows) *
-                                               static_cast<uint64_t>(operand.depth) *
-                                               static_cast<uint64_t>(detail::format_bytes(operand.format));
-}
-
 // Every column and lane that the instruction touches in tensor memory of one CTA.
 void touch_tensor(Cta& cta, const Mma& mma, const Actor& actor) {
   const MmaProduct& product = mma.product;
@@ -259,9 +234,11 @@ Mma mma_of(Warp& warp, const Instruction& i, int lane) {
     mma.a_lane = address >> 16;
     mma.a_column = address & 0xffff;
   } else {
-    mma.a = operand_of(warp.wide_source(i.b, lane), m, k, instruction.a_format, instruction.a_major, "A");
+    mma.a = shared_operand(decode_tcgen05_descriptor, warp.wide_source(i.b, lane), m, k, instruction.a_format,
+                           instruction.a_major, "A");
   }
-  mma.b = operand_of(warp.wide_source(i.c, lane), n, k, instruction.b_format, instruction.b_major, "B");
+  mma.b = shared_operand(decode_tcgen05_descriptor, warp.wide_source(i.c, lane), n, k, instruction.b_format,
+                         instruction.b_major, "B");
   mma.ctas = group_of(warp, i.cta_group);
   const Slot* list = warp.list(i);
   for (uint32_t w = 0; w < i.list_count && w < 8; w++) mma.disabled[w] = warp.source(list[w])[lane];
@@ -322,8 +299,8 @@ EMULATOR_HANDLER(execute_tensor_mma) {
       throw Fault(Status::not_supported, "kind::i8 with A in tensor memory is not supported");
     const Operation operation = start_operation(warp, warp_agent(warp, warp.pipe_agent, "tcgen05.mma"));
     for (Cta* cta : mma.ctas) {
-      if (!mma.a_in_tensor) read_operand(*cta, mma.a, operation.actor());
-      read_operand(*cta, mma.b, operation.actor());
+      if (!mma.a_in_tensor) read_operand(*cta, mma.a, operation.actor(), "a tcgen05.mma operand", "tcgen05.mma");
+      read_operand(*cta, mma.b, operation.actor(), "a tcgen05.mma operand", "tcgen05.mma");
       touch_tensor(*cta, mma, operation.actor());
     }
     warp.pipe_due = warp.cta.scheduler().later(

@@ -6,6 +6,7 @@
 #include "asynchronous.h"
 #include "grid.h"
 #include "handlers.h"
+#include "matrix_operand.h"
 #include "report.h"
 #include "scheduler.h"
 
@@ -18,6 +19,8 @@ constexpr uint8_t kRegisters = 1, kNegateA = 2, kNegateB = 4, kTransposeA = 8, k
 
 int accumulator_registers(const Instruction& i) { return i.mode * 8 / ((i.flags & kNarrow) ? 4 : 2); }
 
+Major major_of(const Instruction& i, uint8_t transposed) { return (i.flags & transposed) ? Major::mn : Major::k; }
+
 struct Work {
   WgmmaProduct product;
   SharedOperand a, b;
@@ -25,32 +28,6 @@ struct Work {
   std::vector<float> a_values;  // of this warp's rows, when A comes from registers
   std::vector<uint32_t*> accumulators;
 };
-
-SharedOperand operand_of(uint64_t bits, int rows, int depth, Format format, bool transposed, const char* name) {
-  SharedOperand operand;
-  std::string problem = decode_wgmma_descriptor(bits, operand.descriptor);
-  operand.major = transposed ? Major::mn : Major::k;
-  operand.format = format;
-  operand.rows = rows;
-  operand.depth = depth;
-  if (problem.empty()) problem = check_operand(operand);
-  if (!problem.empty())
-    throw Fault(Status::launch_failed,
-                std::string("the descriptor ") + hex(bits) + " of " + name + " is not valid: " + problem);
-  return operand;
-}
-
-void read_operand(Cta& cta, const SharedOperand& operand, const Actor& actor) {
-  walk_operand(operand, [&](uint32_t address) {
-    if (!cta.shared.contains(address, 16) || address < kReservedShared)
-      throw Fault(Status::illegal_address,
-                  "a wgmma operand reaches shared address " + hex(address) + ", outside of the CTA's shared memory");
-    cta.read_shared(address, 16, actor, "a wgmma");
-  });
-  cta.scheduler().counts.matrix_shared_read += static_cast<uint64_t>(operand.rows) *
-                                               static_cast<uint64_t>(operand.depth) *
-                                               static_cast<uint64_t>(detail::format_bytes(operand.format));
-}
 
 void compute(Warp& warp, const Work& work) {
   thread_local std::vector<float> a_rows, b_columns;
@@ -87,8 +64,8 @@ EMULATOR_HANDLER(execute_wgmma) {
   const Slot* list = warp.list(i);
   const int accumulators = accumulator_registers(i);
   Operation operation = start_operation(warp, warp_agent(warp, warp.matrix_agent, "wgmma"));
-  work.b =
-      operand_of(warp.wide_source(i.b, 0), work.product.n, work.product.k, b_format, (i.flags & kTransposeB) != 0, "B");
+  work.b = shared_operand(decode_wgmma_descriptor, warp.wide_source(i.b, 0), work.product.n, work.product.k, b_format,
+                          major_of(i, kTransposeB), "B");
   std::vector<Slot> written(list, list + accumulators), read;
   if (i.flags & kRegisters) {
     const uint32_t* registers[4];
@@ -99,13 +76,14 @@ EMULATOR_HANDLER(execute_wgmma) {
     work.a_values.resize(static_cast<size_t>(kWarpRows) * static_cast<size_t>(work.product.k));
     gather_a_from_registers(a_format, registers, work.negate_a, work.a_values.data());
   } else {
-    work.a = operand_of(warp.wide_source(i.a, 0), kRows, work.product.k, a_format, (i.flags & kTransposeA) != 0, "A");
-    read_operand(warp.cta, work.a, operation.actor());
+    work.a = shared_operand(decode_wgmma_descriptor, warp.wide_source(i.a, 0), kRows, work.product.k, a_format,
+                            major_of(i, kTransposeA), "A");
+    read_operand(warp.cta, work.a, operation.actor(), "a wgmma operand", "a wgmma");
   }
   if (warp.needs_fence(written) || warp.needs_fence(read))
     throw Fault(Status::launch_failed,
                 "registers of this wgmma were touched by other instructions, and no wgmma.fence lies between");
-  read_operand(warp.cta, work.b, operation.actor());
+  read_operand(warp.cta, work.b, operation.actor(), "a wgmma operand", "a wgmma");
   for (int r = 0; r < accumulators; r++) work.accumulators.push_back(warp.raw(list[r]));
   GroupQueue::Group& group = warp.matrix.open();
   group.unfinished++;

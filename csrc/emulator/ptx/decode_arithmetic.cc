@@ -219,26 +219,27 @@ void decode_bfi(Decoder& d) {
   d.out.kind = Class::arithmetic;
 }
 
-void decode_lop3(Decoder& d) {
-  d.take_type();
-  d.expect_count(5, 5);
+// d = function(a, b, c) on 32-bit words; `third` is the type of c.
+void three_words(Decoder& d, const char* function, Type third = Type::b32) {
   d.out.d = d.destination(0, Type::b32);
   d.out.a = d.source(1, Type::b32);
   d.out.b = d.source(2, Type::b32);
-  d.out.c = d.source(3, Type::b32);
+  d.out.c = d.source(3, third);
+  lane_instruction(d, bit_function(function, Type::b32));
+}
+
+void decode_lop3(Decoder& d) {
+  d.take_type();
+  d.expect_count(5, 5);
   d.out.mode = static_cast<uint8_t>(d.immediate(4));
-  lane_instruction(d, bit_function("lop3", Type::b32));
+  three_words(d, "lop3");
 }
 
 void decode_prmt(Decoder& d) {
   d.take("b32");
   d.out.mode = static_cast<uint8_t>(d.take_any({"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"}) + 1);
   d.expect_count(4, 4);
-  d.out.d = d.destination(0, Type::b32);
-  d.out.a = d.source(1, Type::b32);
-  d.out.b = d.source(2, Type::b32);
-  d.out.c = d.source(3, Type::b32);
-  lane_instruction(d, bit_function("prmt", Type::b32));
+  three_words(d, "prmt");
 }
 
 void decode_shf(Decoder& d) {
@@ -246,11 +247,7 @@ void decode_shf(Decoder& d) {
   d.out.mode = d.take_one({"clamp", "wrap"}, ".clamp or .wrap") == 1;
   d.take_type();
   d.expect_count(4, 4);
-  d.out.d = d.destination(0, Type::b32);
-  d.out.a = d.source(1, Type::b32);
-  d.out.b = d.source(2, Type::b32);
-  d.out.c = d.source(3, Type::u32);
-  lane_instruction(d, bit_function(left ? "shf.l" : "shf.r", Type::b32));
+  three_words(d, left ? "shf.l" : "shf.r", Type::u32);
 }
 
 void decode_dot(Decoder& d) {
@@ -258,21 +255,13 @@ void decode_dot(Decoder& d) {
   d.out.type = d.take_type();
   d.out.source_type = d.take_type_or(d.out.type);
   d.expect_count(4, 4);
-  d.out.d = d.destination(0, Type::b32);
-  d.out.a = d.source(1, Type::b32);
-  d.out.b = d.source(2, Type::b32);
-  d.out.c = d.source(3, Type::b32);
-  lane_instruction(d, bit_function(d.mnemonic() == "dp4a" ? "dp4a" : "dp2a", Type::b32));
+  three_words(d, d.mnemonic() == "dp4a" ? "dp4a" : "dp2a");
 }
 
 void decode_fns(Decoder& d) {
   d.take_type();
   d.expect_count(4, 4);
-  d.out.d = d.destination(0, Type::b32);
-  d.out.a = d.source(1, Type::b32);
-  d.out.b = d.source(2, Type::b32);
-  d.out.c = d.source(3, Type::b32);
-  lane_instruction(d, bit_function("fns", Type::b32));
+  three_words(d, "fns");
 }
 
 void decode_unary(Decoder& d) {

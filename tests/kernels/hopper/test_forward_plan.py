@@ -94,7 +94,7 @@ def test_integers_of_a_call() -> None:
 def test_sections_are_even_and_fit_in_l2() -> None:
     # 4 MiB of keys and values a head: 12 fit in 50 MiB, and 8 divides 2 * 16.
     call = read((2, 8192, 32, 128), 8192, 16)
-    assert wrapper._section_heads(call.problem) == 8 * 2
+    assert wrapper._section_heads(call.problem, FORWARD_TILES[128]) == 8 * 2
 
 
 @pytest.mark.parametrize(
