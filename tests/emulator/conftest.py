@@ -26,7 +26,8 @@ def _is_current() -> bool:
 
 
 @pytest.fixture(scope="session")
-def _built_library() -> None:
+def built_library() -> None:
+    """The emulator's library, built if it is not there or older than its sources."""
     if _is_current():
         return
     if shutil.which("cmake") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -46,7 +47,7 @@ def _built_library() -> None:
 
 
 @pytest.fixture
-def gpu(_built_library: None) -> Iterator[None]:
+def gpu(built_library: None) -> Iterator[None]:
     """The emulator with its usual options: Hopper, seed 0, one host thread."""
     from jax_fa4 import emulator
 

@@ -7,11 +7,14 @@ tensors that claim to be on a GPU.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
 import tempfile
+import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +27,17 @@ SM_COUNT = {"sm_90a": 132, "sm_100a": 148}
 CAPABILITY = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
 
 
+def without_jax() -> None:
+    """Lets `jax_fa4.emulator` be imported where JAX is not installed: the package around it is then only a folder."""
+    if importlib.util.find_spec("jax") is None:
+        package = types.ModuleType("jax_fa4")
+        package.__path__ = [str(Path(__file__).resolve().parents[2] / "jax_fa4")]
+        sys.modules["jax_fa4"] = package
+
+
 def prepare(arch: str) -> None:
     """Sets what the compiler reads at import."""
+    without_jax()
     from jax_fa4 import emulator
 
     os.environ["CUTE_DSL_ARCH"] = os.environ["FLASH_ATTENTION_ARCH"] = arch

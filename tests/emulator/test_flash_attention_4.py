@@ -26,12 +26,12 @@ def _missing() -> list[str]:
         except ModuleNotFoundError:
             return False
 
-    return [name for name in ("flash_attn.cute", "torch", "tvm_ffi", "cutlass") if not found(name)]
+    return [name for name in ("flash_attn.cute", "torch", "triton", "tvm_ffi", "cutlass") if not found(name)]
 
 
 pytestmark = [
     pytest.mark.skipif(bool(_missing()), reason=f"needs flash-attn-4; missing: {', '.join(_missing())}"),
-    pytest.mark.usefixtures("gpu"),
+    pytest.mark.usefixtures("built_library"),
 ]
 
 # bf16 outputs: a rounding of P, one of the output. Sums of up to 512 terms of order one for gradients.

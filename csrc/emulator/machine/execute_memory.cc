@@ -17,20 +17,23 @@ namespace {
 
 // Shared-memory cycles beyond one for each 128 bytes: the most words that a bank must give in one pass of 128 bytes.
 uint64_t extra_cycles(const uint32_t* offsets, uint32_t lanes, uint32_t bytes) {
+  constexpr int kBanks = 32, kMostWords = 32;  // in one bank and pass: a word of each lane
   const int lanes_a_pass = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
   uint64_t extra = 0;
+  uint32_t words[kBanks][kMostWords];
   for (int first = 0; first < kLanes; first += lanes_a_pass) {
-    uint32_t words[128];
-    int count = 0, used[32] = {}, most = 0;
+    int used[kBanks] = {}, most = 1;
     for (int lane = first; lane < first + lanes_a_pass; lane++) {
       if (((lanes >> lane) & 1) == 0) continue;
       for (uint32_t word = offsets[lane] / 4; word * 4 < offsets[lane] + bytes; word++) {
-        if (std::find(words, words + count, word) != words + count || count == 128) continue;
-        words[count++] = word;
-        most = std::max(most, ++used[word % 32]);
+        uint32_t* bank = words[word % kBanks];
+        int& count = used[word % kBanks];
+        if (std::find(bank, bank + count, word) != bank + count || count == kMostWords) continue;
+        bank[count++] = word;
+        most = std::max(most, count);
       }
     }
-    extra += static_cast<uint64_t>(std::max(most, 1) - 1);
+    extra += static_cast<uint64_t>(most - 1);
   }
   return extra;
 }
@@ -47,6 +50,22 @@ uint64_t element_of(const uint8_t* data, uint32_t bytes) {
   uint64_t value = 0;
   std::memcpy(&value, data, bytes);
   return value;
+}
+
+// One element from memory into a lane's planes. A register that is wider than the type gets it extended, by its sign or
+// by zeros. Source: PTX ISA, "Operand Size Exceeding Instruction-Type Size".
+void put_loaded(const Instruction& i, const uint8_t* data, uint32_t* plane) {
+  const uint32_t bytes = static_cast<uint32_t>(type_bits(i.type)) / 8;
+  if (bytes <= 4) {
+    uint32_t word = 0;
+    std::memcpy(&word, data, bytes);
+    if (i.type == Type::s8) word = static_cast<uint32_t>(int32_t{static_cast<int8_t>(word)});
+    if (i.type == Type::s16) word = static_cast<uint32_t>(int32_t{static_cast<int16_t>(word)});
+    if (i.out_slots > 1) plane[kLanes] = is_signed(i.type) ? 0u - (word >> 31) : 0;
+    plane[0] = i.flags == 0 && bytes < 4 ? word & 0xffff : word;  // flags 0: a register of 16 bits
+    return;
+  }
+  for (uint32_t at = 0; at < bytes / 4; at++) std::memcpy(plane + at * kLanes, data + at * 4, 4);
 }
 
 }  // namespace
@@ -71,21 +90,11 @@ EMULATOR_HANDLER(execute_load) {
   if (shared_lanes != 0) count_shared(warp, offsets, shared_lanes, bytes, false);
   if (synchronizes(i)) warp.yield = true;  // the kernel may be polling
   const Slot* list = warp.list(i);
-  const bool extend = i.type == Type::s8 || i.type == Type::s16;
   for (uint32_t at = 0; at < i.list_count; at++) {
-    for (uint32_t plane = 0; plane < std::max(1u, element / 4); plane++) {
-      uint32_t* to = warp.destination(list[at] + static_cast<Slot>(plane));
-      for (int lane = 0; lane < kLanes; lane++) {
-        if (((lanes >> lane) & 1) == 0) continue;
-        uint32_t value =
-            static_cast<uint32_t>(element_of(data[lane] + at * element + plane * 4, std::min(element, 4u)));
-        if (extend)
-          value = static_cast<uint32_t>(i.type == Type::s8 ? int32_t{static_cast<int8_t>(value)}
-                                                           : int32_t{static_cast<int16_t>(value)});
-        if (extend && i.flags == 0) value &= 0xffff;  // a 16-bit register
-        to[lane] = value;
-      }
-    }
+    uint32_t value[4 * kLanes];
+    for (int lane = 0; lane < kLanes; lane++)
+      if (((lanes >> lane) & 1) != 0) put_loaded(i, data[lane] + at * element, value + lane);
+    warp.write(list[at], value, i.out_slots, lanes);
   }
   return Flow::next;
 }
@@ -97,15 +106,10 @@ EMULATOR_HANDLER(execute_load_param) {
   const uint8_t* from = warp.cta.grid().params + i.offset;
   for (uint32_t at = 0; at < i.list_count; at++, from += element) {
     uint32_t value[4 * kLanes];
-    for (uint32_t plane = 0; plane < std::max(1u, element / 4); plane++) {
-      uint32_t word = static_cast<uint32_t>(element_of(from + plane * 4, std::min(element, 4u)));
-      if (i.type == Type::s8)
-        word = static_cast<uint32_t>(int32_t{static_cast<int8_t>(word)}) & (i.flags == 0 ? 0xffffu : 0xffffffffu);
-      if (i.type == Type::s16)
-        word = static_cast<uint32_t>(int32_t{static_cast<int16_t>(word)}) & (i.flags == 0 ? 0xffffu : 0xffffffffu);
-      std::fill(value + plane * kLanes, value + (plane + 1) * kLanes, word);
-    }
-    warp.write(list[at], value, static_cast<int>(std::max(1u, element / 4)), lanes);
+    put_loaded(i, from, value);
+    for (int plane = 0; plane < i.out_slots; plane++)
+      std::fill(value + plane * kLanes + 1, value + (plane + 1) * kLanes, value[plane * kLanes]);
+    warp.write(list[at], value, i.out_slots, lanes);
   }
   return Flow::next;
 }

@@ -17,6 +17,8 @@ enum class IntegerOperation : uint8_t {
   remainder,
   minimum,
   maximum,
+  minimum_relu,
+  maximum_relu,
   absolute,
   negate,
   bit_and,

@@ -1,5 +1,6 @@
 // Integer and bit operations on 32 lanes. Source: PTX ISA, "Integer Arithmetic Instructions", "Logic and Shift
 // Instructions".
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -62,6 +63,9 @@ EMULATOR_LANES(minimum_u, x < y ? x : y)
 EMULATOR_LANES(minimum_s, static_cast<S>(x) < static_cast<S>(y) ? x : y)
 EMULATOR_LANES(maximum_u, x > y ? x : y)
 EMULATOR_LANES(maximum_s, static_cast<S>(x) > static_cast<S>(y) ? x : y)
+// .relu, of s32 alone: a negative result becomes 0.
+EMULATOR_LANES_NARROW(minimum_relu, 32, 64, std::max(std::min(static_cast<S>(x), static_cast<S>(y)), S{0}))
+EMULATOR_LANES_NARROW(maximum_relu, 32, 64, std::max(std::max(static_cast<S>(x), static_cast<S>(y)), S{0}))
 EMULATOR_LANES(absolute, static_cast<S>(x) < 0 ? static_cast<U>(U{0} - x) : x)
 EMULATOR_LANES(negate, U{0} - x)
 EMULATOR_LANES(bit_and, x& y)
@@ -228,6 +232,10 @@ LaneFunction integer_function(IntegerOperation operation, Type type) {
       return EMULATOR_SIGNS(minimum);
     case O::maximum:
       return EMULATOR_SIGNS(maximum);
+    case O::minimum_relu:
+      return type == Type::s32 ? lanes::minimum_relu_32 : nullptr;
+    case O::maximum_relu:
+      return type == Type::s32 ? lanes::maximum_relu_32 : nullptr;
     case O::absolute:
       return EMULATOR_WIDTHS(absolute);
     case O::negate:

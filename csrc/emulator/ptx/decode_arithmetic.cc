@@ -124,7 +124,11 @@ void decode_div(Decoder& d) {
   regular(d, type, integer_function(IntegerOperation::divide, type), 2);
 }
 
-void min_or_max(Decoder& d, IntegerOperation integer, FloatOperation real) {
+void min_or_max(Decoder& d, IntegerOperation integer, IntegerOperation relu, FloatOperation real) {
+  if (d.take("relu")) {
+    const Type type = d.take_type();
+    return regular(d, type, integer_function(relu, type), 2);
+  }
   d.out.flush = d.take("ftz");
   if (d.take("NaN")) d.out.flags |= kPropagateNan;
   if (d.take("xorsign")) d.out.flags |= kXorSign;
@@ -374,8 +378,8 @@ void add_arithmetic(DecodeTable& table) {
   table["fma"] = decode_fma;
   table["div"] = decode_div;
   table["rem"] = integer_only<O::remainder, 2>;
-  table["min"] = [](Decoder& d) { min_or_max(d, O::minimum, FloatOperation::minimum); };
-  table["max"] = [](Decoder& d) { min_or_max(d, O::maximum, FloatOperation::maximum); };
+  table["min"] = [](Decoder& d) { min_or_max(d, O::minimum, O::minimum_relu, FloatOperation::minimum); };
+  table["max"] = [](Decoder& d) { min_or_max(d, O::maximum, O::maximum_relu, FloatOperation::maximum); };
   table["abs"] = [](Decoder& d) { abs_or_neg(d, O::absolute, FloatOperation::absolute); };
   table["neg"] = [](Decoder& d) { abs_or_neg(d, O::negate, FloatOperation::negate); };
   table["sad"] = integer_only<O::sad, 3>;

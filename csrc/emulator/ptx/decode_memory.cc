@@ -106,9 +106,7 @@ void decode_ld(Decoder& d) {
   take_cache_hints(d);
   d.expect_count(2, 3);
   take_element(d, d.argument(0));
-  const Argument& target = d.argument(0).kind == Argument::Kind::vector ? d.argument(0).items[0] : d.argument(0);
-  d.out.flags = target.kind == Argument::Kind::register_ && target.reg.bits >= 32;
-  d.list_destinations(d.argument(0), d.out.type);
+  d.list_loaded(d.argument(0), d.out.type);
   if (d.out.space == Space::param && load_parameter(d)) return;
   d.address(1);
   handle(d, execute_load, load_class(d.out.space));
@@ -124,7 +122,7 @@ void decode_st(Decoder& d) {
   d.expect_count(2, 3);
   take_element(d, d.argument(1));
   d.address(0);
-  d.list_sources(d.argument(1), d.out.type);
+  d.list_stored(d.argument(1), d.out.type);
   handle(d, execute_store, store_class(d.out.space));
 }
 

@@ -387,8 +387,7 @@ Slot Decoder::destination(const Argument& argument, Type type) {
   return static_cast<Slot>(argument.reg.index);
 }
 
-Slot Decoder::relaxed_source(size_t index, Type type) {
-  const Argument& given = argument(index);
+Slot Decoder::relaxed_source(const Argument& given, Type type) {
   if (given.kind == Argument::Kind::register_ && given.reg.slots > slots_of(type))
     return static_cast<Slot>(given.reg.index);
   return source(given, type);
@@ -477,6 +476,27 @@ void Decoder::list_sources(const Argument& argument, Type type) {
 void Decoder::list_destinations(const Argument& argument, Type type) {
   if (argument.kind != Argument::Kind::vector) return append(destination(argument, type));
   for (const Argument& one : argument.items) append(destination(one, type));
+}
+
+void Decoder::list_stored(const Argument& argument, Type type) {
+  if (argument.kind != Argument::Kind::vector) return append(relaxed_source(argument, type));
+  for (const Argument& one : argument.items) append(relaxed_source(one, type));
+}
+
+void Decoder::list_loaded(const Argument& argument, Type type) {
+  const bool is_vector = argument.kind == Argument::Kind::vector;
+  const size_t count = is_vector ? argument.items.size() : 1;
+  // The registers of a vector have one width.
+  const Register* first = nullptr;
+  for (size_t i = 0; i < count && first == nullptr; i++) {
+    const Argument& one = is_vector ? argument.items[i] : argument;
+    if (one.kind == Argument::Kind::register_) first = &one.reg;
+  }
+  out.flags = first != nullptr && first->bits >= 32;
+  out.out_slots = static_cast<uint8_t>(slots_of(type));
+  if (first != nullptr && first->slots == 2 && out.out_slots == 1) out.out_slots = 2;
+  const Type width = out.out_slots == 2 && slots_of(type) == 1 ? Type::b64 : type;
+  for (size_t i = 0; i < count; i++) append(destination(is_vector ? argument.items[i] : argument, width));
 }
 
 // --------------------------------------------------------------------------------------------------------------

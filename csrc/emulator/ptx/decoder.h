@@ -57,10 +57,15 @@ class Decoder {
   Slot address_slot(const Argument& argument, int64_t* offset);
   MemoryOperand memory_operand(size_t index);
   // A source of cvt, st and shfl: a register that may be wider than the type.
-  Slot relaxed_source(size_t index, Type type);
+  Slot relaxed_source(size_t index, Type type) { return relaxed_source(argument(index), type); }
+  Slot relaxed_source(const Argument& argument, Type type);
   // Appends slots of a vector (or single) operand to the list; first call sets out.list.
   void list_sources(const Argument& argument, Type type);
   void list_destinations(const Argument& argument, Type type);
+  // The same for st and ld, whose registers may be wider than the type: what is loaded is then extended. Sets out_slots
+  // to the planes of a register, and flags to whether 8 and 16 bits are extended to 32.
+  void list_stored(const Argument& argument, Type type);
+  void list_loaded(const Argument& argument, Type type);
   Slot constant32(uint32_t value);
   Slot constant64(uint64_t value);
   int32_t carry_predicate();             // the condition code of add.cc and friends
