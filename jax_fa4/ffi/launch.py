@@ -148,14 +148,17 @@ def launch(
     integers: Mapping[str, int],
     floats: Mapping[str, float] | None = None,
     *,
+    aliases: Mapping[str, str] | None = None,
     driver: str = CUDA_DRIVER,
 ) -> dict[str, jax.Array]:
     """Adds one kernel call to the traced program: operands and results by the plan's names, results' shapes and dtypes
-    given. A traced scalar is an operand: the kernel reads it through its address. Raises KernelUnavailableError,
-    LaunchError."""
+    given. A traced scalar is an operand: the kernel reads it through its address. `aliases` names operands whose
+    content is in the named results' buffers when the kernel starts, for one that adds to what is there. Raises
+    KernelUnavailableError, LaunchError."""
     content_hash = register(bundle.find(plan))
     floats = floats or {}
-    call = jax.ffi.ffi_call(TARGET, tuple(results[name] for name in plan.results))
+    shared = {plan.operands.index(one): plan.results.index(other) for one, other in (aliases or {}).items()}
+    call = jax.ffi.ffi_call(TARGET, tuple(results[name] for name in plan.results), input_output_aliases=shared)
     outputs = call(
         *(operands[name] for name in plan.operands),
         driver=driver,

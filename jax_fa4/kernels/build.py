@@ -1,6 +1,7 @@
 """From a `KernelPlan` to a `KernelBinary`: compiles with CuTe-DSL and records how the binary is launched.
 
-    python -m jax_fa4.kernels.build            builds every plan of the bundle anew and writes it into the package
+    python -m jax_fa4.kernels.build            builds what has changed of the bundle and writes it into the package
+    python -m jax_fa4.kernels.build --all      builds every plan of the bundle anew
     python -m jax_fa4.kernels.build --print    prints the plans
 
 needs nvidia-cutlass-dsl (extra `build`), no GPU and no CUDA toolkit. The kernel's parameters are read off its PTX and
@@ -221,12 +222,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print", action="store_true", help="print the plans instead of building them")
+    parser.add_argument("--all", action="store_true", help="build also what is stored and up to date")
     options = parser.parse_args(arguments)
     plans = list(bundled_plans())
     if options.print:
         print("\n".join(plan.describe() for plan in plans))
         return
-    binaries = [build(plan) for plan in plans]
+    binaries = [(None if options.all else bundle.stored(plan)) or build(plan) for plan in plans]
     bundle.write(binaries)
     total = sum(len(binary.to_bytes()) for binary in binaries)
     print(f"{len(binaries)} kernels, {total} bytes, in {bundle.BUNDLE_FOLDER}")

@@ -12,6 +12,8 @@ from jax_fa4.kernels.plan import ARCHITECTURES, DTYPES, HEAD_DIMS, Extent, Kerne
 
 VECTOR_BYTES = 16  # the widest load and store of a thread
 PREPROCESS_WARPS = 8
+POSTPROCESS_WARPS = 8
+POSTPROCESS_ROWS = 64  # of a block: at D = 128 each thread has 4 stores of 16 bytes, 8 loads in flight before them
 
 
 def preprocess_plan(
@@ -73,12 +75,56 @@ def preprocess_plan(
     )
 
 
+def postprocess_plan(architecture: str, dtype: str, head_dim: int, accumulator_width: int) -> KernelPlan:
+    """The backward's postprocess: sums of `accumulator_width` float32 a row to gradients of `head_dim` elements.
+
+    Raises PlanError where a row is not whole vectors of 16 bytes.
+    """
+    if dtype not in DTYPES:
+        raise PlanError(f"postprocess: dtype is {dtype!r}; it takes one of {', '.join(DTYPES)}.")
+    step = VECTOR_BYTES // DTYPES[dtype]
+    if head_dim % step or not 0 < head_dim <= 1024:
+        raise PlanError(f"postprocess: head_dim is {head_dim}; it takes multiples of {step} up to 1024.")
+    if accumulator_width % 4 or accumulator_width < head_dim:
+        raise PlanError(
+            f"postprocess: accumulator_width is {accumulator_width}; it takes multiples of 4 from head_dim, "
+            f"{head_dim}, on."
+        )
+    return KernelPlan(
+        kernel="postprocess",
+        architecture=architecture,
+        source="jax_fa4.kernels.postprocess",
+        options=(
+            ("dtype", dtype),
+            ("head_dim", head_dim),
+            ("accumulator_width", accumulator_width),
+            ("rows", POSTPROCESS_ROWS),
+        ),
+        operands=("accumulator",),
+        results=("grad_query",),
+        integers=("batch", "heads", "query_length", "padded_length"),
+        floats=("scale",),
+        parameters=(
+            Parameter("operand", "accumulator"),
+            Parameter("result", "grad_query"),
+            Parameter("int32", "heads"),
+            Parameter("int32", "query_length"),
+            Parameter("int32", "padded_length"),
+            Parameter("float32", "scale"),
+        ),
+        grid=(Extent((("heads", 1), ("batch", 1))), Extent((("query_length", POSTPROCESS_ROWS),)), Extent()),
+        roles=(Role("rows", POSTPROCESS_WARPS),),
+    )
+
+
 def bundled_plans() -> Iterator[KernelPlan]:
     """Plans whose binaries the wheel carries."""
     for architecture in ARCHITECTURES:
         for dtype in DTYPES:
             for head_dim in HEAD_DIMS:
                 yield preprocess_plan(architecture, dtype, head_dim, head_dim)
+                if dtype in FORWARD_DTYPES:
+                    yield postprocess_plan(architecture, dtype, head_dim, head_dim)
     for dtype in FORWARD_DTYPES:
         for head_dim, tiles in FORWARD_TILES.items():
             for mask in MASKS:

@@ -41,7 +41,7 @@ LOG2_E = math.log2(math.e)
 VECTOR_FLOATS = 4
 
 
-def _vector(pointer: cute.Pointer, offset: Int64, elements: cutlass.Constexpr) -> cute.Tensor:
+def vector_at(pointer: cute.Pointer, offset: Int64, elements: cutlass.Constexpr) -> cute.Tensor:
     """16 bytes at an offset that is a multiple of them."""
     return cute.make_tensor((pointer + offset).align(16), cute.make_layout(elements))
 
@@ -69,8 +69,8 @@ class Preprocess:
             if cutlass.const_expr(hangs_over):
                 index = cutlass.min(index, self.vectors - 1)
             offset = row_offset + index * self.vector
-            left = _vector(out, offset, self.vector).load().to(Float32)
-            right = _vector(grad_out, offset, self.vector).load().to(Float32)
+            left = vector_at(out, offset, self.vector).load().to(Float32)
+            right = vector_at(grad_out, offset, self.vector).load().to(Float32)
             share = (left * right).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             if cutlass.const_expr(hangs_over):
                 share = cutlass.select_(lane + step * self.lanes < self.vectors, share, Float32(0.0))
@@ -85,7 +85,7 @@ class Preprocess:
         vectors = self.rows * self.width // VECTOR_FLOATS
         for step in cutlass.range_constexpr(-(-vectors // self.threads)):
             index = thread + step * self.threads
-            to = _vector(accumulator, first_row * self.width + index * VECTOR_FLOATS, VECTOR_FLOATS)
+            to = vector_at(accumulator, first_row * self.width + index * VECTOR_FLOATS, VECTOR_FLOATS)
             if cutlass.const_expr((step + 1) * self.threads > vectors):
                 if index < vectors:
                     cute.autovec_copy(zeros, to)

@@ -1,0 +1,60 @@
+"""The backward's pre- and postprocess in the emulator against their formulas, for every architecture."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fa4 import emulator
+from jax_fa4.ffi import launch
+from jax_fa4.ffi.postprocess import postprocess, postprocess_formula
+from jax_fa4.ffi.preprocess import preprocess, preprocess_formula
+from jax_fa4.kernels.plan import PlanError
+from jax_fa4.kernels.plans import postprocess_plan
+
+CAPABILITIES = {"sm_90a": "9.0", "sm_100f": "10.0"}
+
+
+@pytest.fixture(params=CAPABILITIES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    launch.declare_driver("emulator", str(emulator.library_path()), takes_ptx=True)
+    emulator.set_options(arch=CAPABILITIES[request.param], check_uninitialized=True)
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "width"), [("bfloat16", 128, 128), ("float16", 72, 96), ("float32", 64, 64)]
+)
+def test_postprocess_scales_and_rounds(architecture: str, dtype: str, head_dim: int, width: int) -> None:
+    sums = np.random.default_rng(0).standard_normal((2, 3, 256, width), np.float32)
+    options = {"query_length": 130, "head_dim": head_dim, "dtype": dtype, "scale": 0.125}
+    got = jax.jit(
+        lambda sums: postprocess(sums, architecture=architecture, driver="emulator", **options)  # type: ignore[arg-type]
+    )(sums)
+    expected = postprocess_formula(jnp.asarray(sums), **options)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+
+
+def test_preprocess_equals_its_formula(architecture: str) -> None:
+    rng = np.random.default_rng(1)
+    out, grad_out = (jnp.asarray(rng.standard_normal((2, 130, 2, 128)), jnp.bfloat16) for _ in range(2))
+    lse, grad_lse = (rng.standard_normal((2, 130, 2)).astype(np.float32) for _ in range(2))
+    lse[0, :5] = -np.inf
+    got = preprocess(out, grad_out, lse, grad_lse, accumulator_width=128, architecture=architecture, driver="emulator")
+    for one, other in zip(got, preprocess_formula(out, grad_out, lse, grad_lse, accumulator_width=128), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "width", "message"),
+    [
+        ("int8", 64, 64, "dtype is 'int8'"),
+        ("bfloat16", 60, 64, "head_dim is 60; it takes multiples of 8"),
+        ("bfloat16", 64, 32, "accumulator_width is 32"),
+    ],
+)
+def test_what_postprocess_refuses(dtype: str, head_dim: int, width: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        postprocess_plan("sm_90a", dtype, head_dim, width)
