@@ -242,6 +242,16 @@ class KernelPlan:
         barriers = BARRIER_BYTES * sum(event.stages for event in self.events)
         return -(-end // BARRIER_BYTES) * BARRIER_BYTES + barriers if barriers else end
 
+    @property
+    def event_offsets(self) -> dict[str, int]:
+        """Byte offset of each event's barriers in shared memory, in the events' order after the last buffer."""
+        offsets: dict[str, int] = {}
+        end = self.dynamic_shared_bytes - BARRIER_BYTES * sum(event.stages for event in self.events)
+        for event in self.events:
+            offsets[event.name] = end
+            end += BARRIER_BYTES * event.stages
+        return offsets
+
     def option(self, name: str) -> str | int | bool:
         """The value of one option; KeyError where the kernel has none of that name."""
         return dict(self.options)[name]

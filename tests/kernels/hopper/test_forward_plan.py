@@ -11,6 +11,7 @@ import pytest
 
 from jax_fa4 import arguments
 from jax_fa4.ffi import hopper_forward as wrapper
+from jax_fa4.ffi.forward_call import mask_kind
 from jax_fa4.ffi.launch import LaunchError, call_integers
 from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, Tiles, forward_plan, padded_head_dim
 from jax_fa4.kernels.plan import KernelPlan, PlanError
@@ -74,14 +75,14 @@ def test_too_large_tiles_are_refused() -> None:
 def test_masks_choose_the_plan(options: dict[str, Any], kind: str) -> None:
     call = read((2, 40, 4, 64), 40, 2, **options)
     assert wrapper.why_not(call.problem) is None
-    assert wrapper._mask_kind(call.problem) == kind
+    assert mask_kind(call.problem) == kind
 
 
 def test_integers_of_a_call() -> None:
     call = read((3, 1000, 6, 40), 777, 2, is_causal=True, causal_alignment="bottom_right", local_window_size=(9, None))
     tiles = FORWARD_TILES[64]
     plan = forward_plan("bfloat16", 64, "window", tiles=tiles)
-    integers = wrapper._integers(call.problem, tiles)
+    integers = wrapper.forward_call(call.problem, tiles).integers()
     values = dict(zip(plan.integers, call_integers(plan, integers), strict=False))
     assert values["items"] == 3 * 6 * 6  # ceil(1000 / 192) tiles of 6 heads of 3 rows
     assert (values["offset"], values["left"], values["right"]) == (777 - 1000, 9, 0)
@@ -94,7 +95,7 @@ def test_integers_of_a_call() -> None:
 def test_sections_are_even_and_fit_in_l2() -> None:
     # 4 MiB of keys and values a head: 12 fit in 50 MiB, and 8 divides 2 * 16.
     call = read((2, 8192, 32, 128), 8192, 16)
-    assert wrapper._section_heads(call.problem, FORWARD_TILES[128]) == 8 * 2
+    assert wrapper.forward_call(call.problem, FORWARD_TILES[128]).section_heads() == 8 * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""What the forward kernels of every architecture take besides their plan: mask buffers, sizes, scales.
+
+Masks without ids and lengths are arithmetic in the kernel; others become row intervals and a work table, made when the
+call is traced where ids and lengths are known then, else by XLA.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_fa4.cost import Architecture
+from jax_fa4.kernels.plan import DTYPES
+from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.schedule.order import forward_grid, forward_table
+from jax_fa4.schedule.tiles import key_intervals, query_intervals
+
+MaskKind = Literal["causal", "window", "intervals", "ids"]
+UNBOUNDED = 1 << 30  # an edge that never binds: beyond any row, and its sum with a row does not overflow
+MAX_LENGTH = 1 << 29
+SLACK_LOG2 = 8.0  # the lazy rescaling's threshold (arXiv 2603.05451); see kernels/parts/softmax_row.py
+LOG2_E = math.log2(math.e)
+REMEDY = "Pass implementation='blockwise'."
+
+
+def why_no_kernel(problem: AttentionProblem, name: str, dtypes: tuple[str, ...]) -> str | None:
+    """Why the forward kernel of the architecture `name` does not take a problem, apart from its head dimensions."""
+    if problem.dtype not in dtypes:
+        return f"the {name} kernel takes {' and '.join(dtypes)}, not {problem.dtype}. {REMEDY}"
+    if problem.has_bias or problem.has_mask:
+        return f"the {name} kernel takes no bias and no dense mask. {REMEDY}"
+    if problem.scale is None or problem.scale <= 0.0:
+        return f"the {name} kernel takes a positive scale that is known when the call is traced. {REMEDY}"
+    if max(problem.query_length, problem.key_length) > MAX_LENGTH:
+        return f"the {name} kernel takes lengths up to {MAX_LENGTH}. {REMEDY}"
+    return None
+
+
+def mask_kind(problem: AttentionProblem) -> MaskKind:
+    """The kind of mask of the kernel that takes the problem."""
+    if problem.has_segment_ids:
+        return "ids"
+    if problem.has_query_lengths or problem.has_key_lengths:
+        return "intervals"
+    return "causal" if problem.mask.band[0] is None else "window"
+
+
+def softmax_floats(problem: AttentionProblem) -> dict[str, float]:
+    """Scores to exponents of 2: directly, or through the cap, c * tanh(scale * s / c)."""
+    scale_log2 = float(problem.scale or 0.0) * LOG2_E
+    cap, cap_log2 = problem.logits_soft_cap, 0.0
+    if cap is not None:
+        scale_log2, cap_log2 = cap * LOG2_E, 2.0 * scale_log2 / cap
+    return {"scale_log2": scale_log2, "slack": SLACK_LOG2 / scale_log2, "cap_log2": cap_log2}
+
+
+def empty_results(problem: AttentionProblem, operands: AttentionOperands) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp where there are no queries, keys or heads."""
+    rows = problem.batch, problem.query_length, problem.query_heads
+    sees_nothing = jnp.full(rows, -jnp.inf, jnp.float32)
+    if problem.has_sinks:
+        sees_nothing = jnp.broadcast_to(operands.sinks.astype(jnp.float32), rows)
+    return jnp.zeros((*rows, problem.value_dim), problem.dtype), sees_nothing
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """One problem for one kernel.
+
+    Attributes:
+        problem: the call.
+        rows: query rows of a work item.
+        key_tile: keys of a step.
+        arch: the GPU, for the order of work.
+        ctas: CTAs that share an item.
+    """
+
+    problem: AttentionProblem
+    rows: int
+    key_tile: int
+    arch: Architecture
+    ctas: int = 1
+
+    def section_heads(self) -> int:
+        """Query heads whose blocks run together: as many as fit in L2 with their keys and values, in even sections.
+
+        Sections are of whole groups that share keys and values, and never cross the end, so that no block is without
+        work.
+        """
+        problem = self.problem
+        most = max(forward_grid(problem, self.rows, self.key_tile, self.arch, ctas=self.ctas).groups_in_l2, 1)
+        groups = problem.batch * problem.kv_heads
+        return max(one for one in range(1, min(most, groups) + 1) if groups % one == 0) * problem.group_size
+
+    def integers(self) -> dict[str, int]:
+        """Every integer that a forward plan may name, for operands without gaps."""
+        problem, element_bytes = self.problem, DTYPES[self.problem.dtype]
+        head_bytes, value_head_bytes = problem.head_dim * element_bytes, problem.value_dim * element_bytes
+        left, right = problem.mask.band
+        section_heads = self.section_heads()
+        integers = {
+            "batch": problem.batch,
+            "query_length": problem.query_length,
+            "key_length": problem.key_length,
+            "heads": problem.query_heads,
+            "kv_heads": problem.kv_heads,
+            "offset": problem.mask.diagonal_offset,
+            "left": UNBOUNDED if left is None else min(left, UNBOUNDED),
+            "right": UNBOUNDED if right is None else min(right, UNBOUNDED),
+            "section_heads": section_heads,
+            "sections": problem.batch * problem.query_heads // section_heads,
+            "interval_stride": 0,
+            "items": -(-problem.query_length // self.rows) * problem.query_heads * problem.batch,
+            "head_dim": problem.head_dim,
+            "value_dim": problem.value_dim,
+            "head_bytes": head_bytes,
+            "value_head_bytes": value_head_bytes,
+            "query_row_bytes": problem.query_heads * head_bytes,
+            "key_row_bytes": problem.kv_heads * head_bytes,
+            "value_row_bytes": problem.kv_heads * value_head_bytes,
+            "out_row_bytes": problem.query_heads * value_head_bytes,
+        }
+        for name, length in (
+            ("query", problem.query_length),
+            ("key", problem.key_length),
+            ("value", problem.key_length),
+            ("out", problem.query_length),
+        ):
+            integers[f"{name}_batch_bytes"] = length * integers[f"{name}_row_bytes"]
+        return integers
+
+    def mask_buffers(self, operands: AttentionOperands) -> dict[str, Any]:
+        """Operands for masks from memory; values that nobody sees, which may be NaN, replaced by zeros."""
+        problem = self.problem
+        mask_operands = problem.mask_operands(operands)
+        table = forward_table(problem, operands, self.rows, self.key_tile, self.arch, ctas=self.ctas)
+        rows = query_intervals(problem.mask, mask_operands)
+        seen_from = key_intervals(problem.mask, mask_operands)
+        found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
+        is_seen = seen_from.lo < seen_from.hi
+        if isinstance(is_seen, jax.Array) or not is_seen.all():
+            found["value"] = jnp.where(jnp.asarray(is_seen)[:, :, None, None], operands.value, 0)
+        if problem.has_segment_ids:
+            shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
+            ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)
+            query_ids, key_ids = (jnp.broadcast_to(one, to) for one, to in zip(ids, shapes, strict=True))
+            found |= {"query_ids": query_ids, "key_ids": key_ids}
+        return found
+
+    def arguments(self, operands: AttentionOperands) -> tuple[dict[str, Any], dict[str, int]]:
+        """Operands and integers of the call, by the plan's names."""
+        buffers: dict[str, Any] = {"query": operands.query, "key": operands.key, "value": operands.value}
+        integers = self.integers()
+        if self.problem.has_sinks:
+            buffers["sinks"] = operands.sinks.astype(jnp.float32)
+        if mask_kind(self.problem) in ("intervals", "ids"):
+            buffers |= self.mask_buffers(operands)
+            integers["interval_stride"] = self.problem.query_length if buffers["lo"].shape[0] > 1 else 0
+        return buffers, integers
+
+    def results(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the results."""
+        problem = self.problem
+        rows = problem.batch, problem.query_length, problem.query_heads
+        return {
+            "out": jax.ShapeDtypeStruct((*rows, problem.value_dim), problem.dtype),
+            "lse": jax.ShapeDtypeStruct(rows, jnp.float32),
+        }

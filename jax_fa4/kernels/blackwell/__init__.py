@@ -1,0 +1,1 @@
+"""Kernels for compute capability 10.x (Blackwell data-centre GPUs)."""

@@ -1,0 +1,328 @@
+"""Device code of the attention forward on compute capability 10.x (B200, B300), in CuTe-DSL. Imported only to build.
+
+A work item is two tiles of 128 query rows of one head, stages 0 and 1; it walks the 128-key tiles that its rows see.
+
+    warps  0..3      softmax     stage 0: thread t has row t of every tile of scores
+    warps  4..7      softmax     stage 1
+    warps  8..11     correction  brings outputs to a new maximum, and at the end to shared memory; writes the LSE
+    warp   12        mma         issues every matrix product
+    warp   13        epilogue    copies finished outputs to global memory
+    warp   14        load        copies queries, keys and values to shared memory
+    warp   15        idle
+
+    shared memory    query       2 x (128, head_dim)    later the output's staging
+                     keys        ring of (128, head_dim)
+                     values      ring of (128, value_dim)
+                     factors, maxima                    what a row's softmax tells its correction
+
+    tensor memory    0 .. 127    scores of stage 0      its probs overwrite columns 64 .. 127, two to a column
+                     128 .. 255  scores of stage 1      its probs overwrite columns 192 .. 255
+                     256 ..      outputs of stages 0 and 1, value_dim columns each
+
+The tensor core works on one stage while the softmax of the other runs. Its products are issued, and done, in this order
+(S = Q K^T, O += P V; the digit is the stage, ' the next tile of keys):
+
+    S0 S1 | O0 S0' O1 S1' | O0' S0" O1' S1" | ... | O0 O1
+
+so that "S' is ready" implies "O is done", and P needs no event to be overwritten by S'. O waits for three quarters of P
+and for the correction; its last quarter waits for the last quarter of P.
+
+    softmax      scores_ready -> max -> factor .............. -> exp, round, store P: 3/4, 1/4
+    correction                          factor -> rescale O if any row of the warp needs it
+    mma                                        -> output_ready: O += P V (3/4) -> probs_ready: (1/4), S'
+
+This is FlashAttention-4's pipeline (arXiv 2603.05451, section 3.1). The plan of each variant prints its sizes, buffers
+and events (`python -m jax_fa4.kernels.build --print`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_ptr
+
+from jax_fa4.kernels.blackwell.geometry import FRAGMENT, HEAD_FRAGMENTS, KEY_TILE, STAGES, TILE_ROWS, WARPS_PER_GROUP
+from jax_fa4.kernels.blackwell.parts import products, tensor_memory
+from jax_fa4.kernels.blackwell.parts.correction import Correction, Epilogue
+from jax_fa4.kernels.blackwell.parts.shape import ELEMENT_BYTES, Context, Shape
+from jax_fa4.kernels.blackwell.parts.softmax import Softmax
+from jax_fa4.kernels.parts import boxes
+from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
+from jax_fa4.kernels.parts.row_softmax import RowStatistics
+from jax_fa4.kernels.parts.signals import Cursor
+from jax_fa4.kernels.parts.tile_mask import SegmentIds
+from jax_fa4.kernels.plan import KernelPlan
+
+GROUP_THREADS = 32 * WARPS_PER_GROUP
+CORRECTION_WARP = STAGES * WARPS_PER_GROUP
+MMA_WARP = CORRECTION_WARP + WARPS_PER_GROUP
+EPILOGUE_WARP = MMA_WARP + 1
+LOAD_WARP = MMA_WARP + 2
+HEAD_STEPS = range(HEAD_FRAGMENTS * FRAGMENT // products.DEPTH)
+TAIL_STEPS = range(HEAD_STEPS.stop, KEY_TILE // products.DEPTH)
+
+
+class Load:
+    """One warp: the first keys and the queries, then values and keys in the order in which they are needed."""
+
+    def __init__(self, context: Context, maps: tuple[cute.CopyAtom, ...], kv_head: Int32) -> None:
+        self.context, self.shape, self.kv_head = context, context.shape, kv_head
+        self.query_map, self.key_map, self.value_map = (boxes.address_of(one) for one in maps)
+        self.key_place, self.value_place = Cursor(self.shape.key_stages), Cursor(self.shape.value_stages)
+
+    @cute.jit
+    def run(self) -> None:
+        """Issue every copy of the item."""
+        steps = self.context.item.count
+        if steps > 0:
+            self.load_keys(Int32(0))
+            for stage in cutlass.range_constexpr(STAGES):
+                self.load_query(stage)
+            for step in cutlass.range(1, steps, 1, unroll=1):
+                self.load_values(step - 1)
+                self.load_keys(step)
+            self.load_values(steps - 1)
+
+    def load_query(self, stage: int) -> None:
+        """One stage's query rows."""
+        context, item = self.context, self.context.item
+        row = item.query_tile * self.shape.rows + stage * TILE_ROWS
+        place = row, item.head, item.batch
+        barrier = context.signal("query_landed").address(stage)
+        self.load_tile(self.query_map, context.buffer("query", stage), self.shape.head_dim, place, barrier)
+
+    def load_keys(self, step: Any) -> None:
+        """Keys of one step."""
+        self.load_step(self.key_map, "keys", self.shape.head_dim, self.key_place, step)
+
+    def load_values(self, step: Any) -> None:
+        """Values of one step."""
+        self.load_step(self.value_map, "values", self.shape.value_dim, self.value_place, step)
+
+    def load_step(self, tensor_map: Int64, name: str, dim: int, cursor: Cursor, step: Any) -> None:
+        """A tile of keys or values, when its place in the ring is free."""
+        context, item = self.context, self.context.item
+        context.signal(f"{name}_free").wait_free(cursor.stage, cursor.use)
+        barrier = context.signal(f"{name}_landed").address(cursor.stage)
+        place = item.key_tile(step) * KEY_TILE, self.kv_head, item.batch
+        self.load_tile(tensor_map, context.buffer(name, cursor.stage), dim, place, barrier)
+        cursor.advance()
+
+    def load_tile(self, tensor_map: Int64, to: Int32, dim: int, place: tuple[Any, ...], barrier: Int32) -> None:
+        """128 rows from `place` (row, head, batch), box by box."""
+        width = self.shape.box_columns(dim)
+        boxes.expect(barrier, TILE_ROWS * dim * ELEMENT_BYTES)
+        for box in range(dim // width):
+            boxes.load(tensor_map, to + box * TILE_ROWS * width * ELEMENT_BYTES, (box * width, *place), barrier)
+
+
+class Mma:
+    """One warp: issues every product. See the order at the head of this file."""
+
+    def __init__(self, context: Context) -> None:
+        shape = context.shape
+        self.context, self.shape = context, shape
+        self.scores, self.output = shape.score_product, shape.output_product
+        self.query = [shape.operand(shape.head_dim).lower(context.buffer("query", one)) for one in range(STAGES)]
+        self.key_place, self.value_place = Cursor(shape.key_stages), Cursor(shape.value_stages)
+        self.base = cute.arch.make_warp_uniform(tensor_memory.base(context.pointer("tensor_memory_base", Int32)))
+
+    @cute.jit
+    def run(self) -> None:
+        """Every step of the item."""
+        steps = self.context.item.count
+        if steps > 0:
+            self.wait_landed("keys", self.key_place)
+            for stage in cutlass.range_constexpr(STAGES):
+                self.context.signal("query_landed").wait(stage, Int32(0))
+                self.multiply_keys(stage)
+            self.release("keys", self.key_place)
+            for step in cutlass.range(0, steps - 1, 1, unroll=1):
+                self.step(step)
+            self.last(steps - 1)
+
+    def step(self, step: Any) -> None:
+        """Outputs of this step, scores of the next."""
+        self.wait_landed("values", self.value_place)
+        for stage in range(STAGES):
+            self.multiply_values(stage, step)
+            if stage == 0:
+                self.wait_landed("keys", self.key_place)
+            else:
+                self.release("values", self.value_place)
+            self.multiply_keys(stage)
+        self.release("keys", self.key_place)
+
+    def last(self, step: Any) -> None:
+        """Outputs of the last step."""
+        self.wait_landed("values", self.value_place)
+        for stage in range(STAGES):
+            self.multiply_values(stage, step)
+            products.commit(self.context.signal("out_done").address(stage))
+
+    def multiply_keys(self, stage: int) -> None:
+        """Scores of a stage with the keys at the cursor."""
+        key = self.scores.b.lower(self.context.buffer("keys", self.key_place.stage))
+        steps = range(self.shape.head_dim // products.DEPTH)
+        self.scores.issue(self.base, self.shape.columns(f"scores_{stage}"), self.query[stage], key, steps, False)
+        products.commit(self.context.signal("scores_ready").address(stage))
+
+    def multiply_values(self, stage: int, step: Any) -> None:
+        """Output of a stage with the values at the cursor, as soon as its probs are there."""
+        context, shape = self.context, self.shape
+        value = self.output.b.lower(context.buffer("values", self.value_place.stage))
+        out, probs = shape.columns(f"out_{stage}"), shape.columns(f"probs_{stage}")
+        context.signal("output_ready").wait(stage, step)
+        tensor_memory.fence_after_wait()
+        self.output.issue(self.base, out, probs, value, HEAD_STEPS, step)
+        context.signal("probs_ready").wait(stage, step)
+        tensor_memory.fence_after_wait()
+        self.output.issue(self.base, out, probs, value, TAIL_STEPS, True)
+
+    def wait_landed(self, name: str, cursor: Cursor) -> None:
+        """Wait for the tile at the cursor."""
+        self.context.signal(f"{name}_landed").wait(cursor.stage, cursor.use)
+
+    def release(self, name: str, cursor: Cursor) -> None:
+        """The tile at the cursor is free when what was issued is done."""
+        products.commit(self.context.signal(f"{name}_free").address(cursor.stage))
+        cursor.advance()
+
+
+class BlackwellForward:
+    """The kernel of one plan."""
+
+    def __init__(self, plan: KernelPlan) -> None:
+        self.shape = Shape.of(plan)
+
+    @cute.kernel
+    def kernel(
+        self,
+        query_map: cute.CopyAtom,
+        key_map: cute.CopyAtom,
+        value_map: cute.CopyAtom,
+        out_map: cute.CopyAtom,
+        lse: cute.Pointer,
+        sinks: Any,
+        items: Any,
+        lo: Any,
+        hi: Any,
+        query_ids: Any,
+        key_ids: Any,
+        queries: Int32,
+        keys: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        offset: Int32,
+        left: Int32,
+        right: Int32,
+        section_heads: Int32,
+        interval_stride: Int32,
+        scale_log2: Float32,
+        slack: Float32,
+        cap_log2: Float32,
+    ) -> None:
+        """Find the item, set up barriers and tensor memory, take the role."""
+        shape = self.shape
+        thread, _, _ = cute.arch.thread_idx()
+        block, query_tile, section = cute.arch.block_idx()
+        this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        visible: Any
+        if cutlass.const_expr(shape.intervals):
+            item = WorkItem.read(items, block)
+            first_row = Int64(item.batch) * interval_stride
+            visible = RowIntervals(queries, lo + first_row, hi + first_row)
+        else:
+            visible = Band(queries, keys, offset, left, right)
+            # Blocks start in the order of x, then y, then z: sections of heads one after the other, each with its
+            # longest query tiles first.
+            head_of_all = section * section_heads + block
+            from_last = cute.ceil_div(queries, shape.rows) - 1 - query_tile
+            places = head_of_all // heads, head_of_all % heads, from_last
+            item = visible.work_item(*places, shape.rows, KEY_TILE)
+        ids = None
+        if cutlass.const_expr(shape.has_ids):
+            first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
+            ids = SegmentIds(query_ids + first_query, key_ids + first_key, queries, keys)
+        memory = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        context = Context(shape, item, visible, ids, heads, memory)
+        base_slot = context.pointer("tensor_memory_base", Int32)
+        if this_warp == LOAD_WARP:
+            for tensor_map in (query_map, key_map, value_map):
+                cpasync.prefetch_descriptor(tensor_map)
+            with cute.arch.elect_one():
+                context.init_signals()
+        if this_warp == MMA_WARP:
+            tensor_memory.allocate(base_slot)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if this_warp < CORRECTION_WARP:
+            cute.arch.setmaxregister_increase(shape.registers("softmax"))
+            statistics = RowStatistics.create(scale_log2, slack)
+            stage = this_warp // WARPS_PER_GROUP
+            Softmax(context, stage, thread % GROUP_THREADS, statistics, cap_log2).run()
+        elif this_warp < MMA_WARP:
+            cute.arch.setmaxregister_decrease(shape.registers("correction"))
+            correction = Correction(context, thread % GROUP_THREADS, scale_log2)
+            correction.run()
+            correction.finish(lse, sinks)
+        else:
+            cute.arch.setmaxregister_decrease(shape.registers("mma"))
+            if this_warp == MMA_WARP:
+                Mma(context).run()
+            elif this_warp == EPILOGUE_WARP:
+                Epilogue(context, out_map).run()
+            elif this_warp == LOAD_WARP:
+                Load(context, (query_map, key_map, value_map), item.head // (heads // kv_heads)).run()
+        cute.arch.sync_threads()
+        if this_warp == MMA_WARP:
+            tensor_memory.deallocate()
+
+    def tensor_map(self, operation: Any, pointer: cute.Pointer, dim: int) -> cute.CopyAtom:
+        """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""
+        layout = cute.make_layout((8192, dim, 16, 8), stride=(16384, 1, 1024, 8192 * 16384))
+        width = self.shape.box_columns(dim)
+        tile = cute.make_layout((TILE_ROWS, width), stride=(width, 1))
+        whole = cute.make_tensor(pointer, layout)
+        return cpasync.make_tiled_tma_atom(operation, whole, tile, (TILE_ROWS, width)).atom
+
+    @cute.jit
+    def host(
+        self,
+        tensors: tuple[cute.Pointer, ...],
+        pointers: tuple[Any, ...],
+        integers: tuple[Int32, ...],
+        floats: tuple[Float32, ...],
+    ) -> None:
+        """Exists for the compiler only: the package's own runtime launches the kernel."""
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        query, key, value, out = tensors
+        maps = (
+            self.tensor_map(load, query, self.shape.head_dim),
+            self.tensor_map(load, key, self.shape.head_dim),
+            self.tensor_map(load, value, self.shape.value_dim),
+            self.tensor_map(store, out, self.shape.value_dim),
+        )
+        self.kernel(*maps, *pointers, *integers, *floats).launch(
+            grid=(1, 1, 1), block=(self.shape.plan.threads, 1, 1), min_blocks_per_mp=1
+        )
+
+
+def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The function to compile, and arguments of the right types."""
+    forward = BlackwellForward(plan)
+
+    def pointer(kind: Any, alignment: int) -> Any:
+        return make_ptr(kind, alignment, cute.AddressSpace.gmem, assumed_align=alignment)
+
+    tensors = (pointer(forward.shape.dtype, 16),) * 4
+    sinks = pointer(Float32, 4) if forward.shape.has_sinks else None
+    table = (pointer(Int32, 4),) * 3 if forward.shape.intervals else (None,) * 3
+    ids = (pointer(Int32, 4),) * 2 if forward.shape.has_ids else (None,) * 2
+    pointers = (pointer(Float32, 4), sinks, *table, *ids)
+    return forward.host, (tensors, pointers, (Int32(1),) * 9, (Float32(1.0),) * 3)

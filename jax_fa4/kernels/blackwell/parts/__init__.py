@@ -1,0 +1,1 @@
+"""Pieces of device code that the Blackwell kernels share."""

@@ -1,0 +1,142 @@
+"""What of a forward plan the device code needs, and what its roles share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from jax_fa4.kernels.blackwell.geometry import KEY_TILE, STAGES, TILE_ROWS, emulated_pairs
+from jax_fa4.kernels.blackwell.parts.products import Product, SharedOperand
+from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
+from jax_fa4.kernels.parts.signals import Signal
+from jax_fa4.kernels.plan import KernelPlan
+
+ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A forward plan's options, and where its buffers lie."""
+
+    plan: KernelPlan
+    dtype: Any
+    head_dim: int  # padded
+    value_dim: int  # padded
+    key_stages: int
+    value_stages: int
+    emulated: tuple[int, ...]  # pairs of each fragment that the polynomial computes
+    has_own_probs: bool
+    intervals: bool  # masks from memory, else by arithmetic
+    has_left: bool  # an arithmetic mask's left edge is not always 0
+    has_ids: bool  # masked tiles may have to compare ids
+    has_cap: bool
+    has_sinks: bool
+
+    @staticmethod
+    def of(plan: KernelPlan) -> Shape:
+        """The plan's options."""
+        option: Callable[[str], Any] = plan.option
+        mask = option("mask")
+        return Shape(
+            plan=plan,
+            dtype=ELEMENTS[option("dtype")],
+            head_dim=option("head_dim"),
+            value_dim=option("value_dim"),
+            key_stages=option("key_stages"),
+            value_stages=option("value_stages"),
+            emulated=emulated_pairs(option("emulated")),
+            has_own_probs=option("own_probs"),
+            intervals=mask in ("intervals", "ids"),
+            has_left=mask == "window",
+            has_ids=mask == "ids",
+            has_cap=option("soft_cap"),
+            has_sinks=option("sinks"),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a work item."""
+        return STAGES * TILE_ROWS
+
+    def registers(self, role: str) -> int:
+        """Registers of a role's threads."""
+        return next(one.registers or 0 for one in self.plan.roles if one.name == role)
+
+    def columns(self, buffer: str) -> int:
+        """First column of a buffer of tensor memory."""
+        return next(one.begin for one in self.plan.tensor_memory if one.name == buffer)
+
+    def stage_bytes(self, buffer: str) -> int:
+        """Bytes of one stage of a shared buffer."""
+        return next(one.bytes for one in self.plan.shared if one.name == buffer)
+
+    def operand(self, dim: int, is_transposed: bool = False) -> SharedOperand:
+        """A tile of 128 rows of `dim` columns in shared memory."""
+        return SharedOperand(self.box_columns(dim) * ELEMENT_BYTES, TILE_ROWS, is_transposed)
+
+    @staticmethod
+    def box_columns(dim: int) -> int:
+        """Columns of a copied box."""
+        return 64 if dim % 64 == 0 else 32
+
+    @property
+    def score_product(self) -> Product:
+        """S = Q K^T."""
+        operand = self.operand(self.head_dim)
+        return Product(TILE_ROWS, KEY_TILE, operand, operand, self.dtype is cutlass.BFloat16)
+
+    @property
+    def output_product(self) -> Product:
+        """O += P V, P from tensor memory."""
+        value = self.operand(self.value_dim, is_transposed=True)
+        return Product(TILE_ROWS, self.value_dim, None, value, self.dtype is cutlass.BFloat16)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every role shares: the item, what its rows see, the buffers and the events."""
+
+    shape: Shape
+    item: WorkItem
+    visible: Band | RowIntervals
+    ids: Any  # SegmentIds, or None where nothing compares them
+    heads: Int32
+    memory: cute.Pointer  # dynamic shared memory
+
+    def buffer(self, name: str, stage: Any = 0) -> Int32:
+        """Shared-memory address of a stage of a buffer."""
+        shape = self.shape
+        first = self.memory.toint() + shape.plan.shared_offsets[name]
+        return first + Int32(stage) * shape.stage_bytes(name)
+
+    def pointer(self, name: str, kind: Any) -> cute.Pointer:
+        """Pointer to a shared buffer of elements of that kind."""
+        return cute.recast_ptr(self.memory + self.shape.plan.shared_offsets[name], dtype=kind)
+
+    def statistic(self, name: str, stage: Any, row: Int32) -> Any:
+        """One float32 of a buffer that has one for each row."""
+        return cute.make_tensor(self.pointer(name, Float32) + (Int32(stage) * TILE_ROWS + row), cute.make_layout(1))
+
+    def signal(self, name: str) -> Signal:
+        """The barriers of an event."""
+        plan = self.shape.plan
+        event = next(one for one in plan.events if one.name == name)
+        pointer = cute.recast_ptr(self.memory + plan.event_offsets[name], dtype=Int64)
+        return Signal(pointer, event.stages, event.count)
+
+    def init_signals(self) -> None:
+        """Set every barrier's count (call in one thread)."""
+        for event in self.shape.plan.events:
+            self.signal(event.name).init()
+
+    def row_sink(self, sinks: Any) -> Any:
+        """The head's sink, or None."""
+        if not self.shape.has_sinks:
+            return None
+        return cute.make_tensor(sinks + self.item.head, cute.make_layout(1))[0]

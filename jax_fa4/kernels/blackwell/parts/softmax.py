@@ -1,0 +1,142 @@
+"""The softmax role: a warpgroup turns every tile of scores of its stage into probs, one row a thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from jax_fa4.kernels.blackwell.geometry import FRAGMENT, FRAGMENTS, HEAD_FRAGMENTS, KEY_TILE, TILE_ROWS
+from jax_fa4.kernels.blackwell.parts import tensor_memory
+from jax_fa4.kernels.blackwell.parts.shape import Context
+from jax_fa4.kernels.parts.assembly import assembly
+from jax_fa4.kernels.parts.exp2 import ScaledRow
+from jax_fa4.kernels.parts.rounding import round_pair
+from jax_fa4.kernels.parts.row_mask import hide, hide_other_ids
+from jax_fa4.kernels.parts.row_softmax import RowStatistics, cap
+
+FACTOR_BARRIER = 1  # named barriers 1 .. 8: a warp of the softmax (stage, warp) and the correction warp of its rows
+PAIR_THREADS = 64
+POLYNOMIAL_DEGREE = 3  # 8.8e-5 relative, against bfloat16's rounding of 2e-3 (docs/performance.md)
+
+
+def notify_pair(number: Int32) -> None:
+    """Tell the other warp of a pair; it need not be there yet."""
+    assembly(f"barrier.cta.arrive $0, {PAIR_THREADS};", [], number)
+
+
+def wait_pair(number: Int32) -> None:
+    """Wait for the other warp of a pair."""
+    assembly(f"barrier.cta.sync $0, {PAIR_THREADS};", [], number)
+
+
+class Softmax:
+    """A warpgroup of one stage."""
+
+    def __init__(self, context: Context, stage: Int32, thread: Int32, statistics: RowStatistics, cap_log2: Any) -> None:
+        self.context, self.shape, self.stage, self.row = context, context.shape, stage, thread
+        self.statistics, self.cap_log2 = statistics, cap_log2
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        self.pair = FACTOR_BARRIER + 4 * stage + warp
+        lanes = tensor_memory.lanes_of(warp)
+        self.scores = lanes + stage * KEY_TILE
+        probs = [self.shape.columns(f"probs_{one}") for one in range(2)]
+        self.probs = lanes + probs[0] + stage * (probs[1] - probs[0])
+        self.query_row = context.item.query_tile * self.shape.rows + stage * TILE_ROWS + thread
+
+    @cute.jit
+    def run(self) -> None:
+        """Every step of the item: the first, other masked ones, whole ones; each kind has its copy of the code."""
+        item = self.context.item
+        if item.count > 0:
+            self.step(Int32(0), is_masked=True, is_first=True)
+            masked = item.masked_count
+            for step in cutlass.range(1, masked, 1, unroll=1):
+                self.step(step, is_masked=True, is_first=False)
+            for step in cutlass.range(cutlass.max(masked, Int32(1)), item.count, 1, unroll=1):
+                self.step(step, is_masked=False, is_first=False)
+            self.context.signal("out_done").wait(self.stage, Int32(0))
+        self.publish()
+
+    def step(self, step: Any, is_masked: bool, is_first: bool) -> None:
+        """One tile: scores from tensor memory, probs back to it."""
+        context, statistics = self.context, self.statistics
+        context.signal("scores_ready").wait(self.stage, step)
+        tensor_memory.fence_after_wait()
+        scores: list[Any] = []
+        for fragment in range(FRAGMENTS):
+            scores += tensor_memory.load(self.scores, FRAGMENT, fragment * FRAGMENT)
+        self.finish_scores(scores, step, is_masked)
+        factor = None
+        if is_first:
+            scaled = statistics.take_first(scores)
+        else:
+            scaled, factor = statistics.raise_max(scores, is_masked)
+            context.statistic("factors", self.stage, self.row)[0] = factor
+            notify_pair(self.pair)
+        powers = self.store_probs(scores, scaled, is_masked)
+        statistics.add(powers, factor)
+
+    def finish_scores(self, scores: list[Any], step: Any, is_masked: bool) -> None:
+        """Cap the raw scores, and hide the keys outside the row's interval."""
+        shape, visible = self.shape, self.context.visible
+        if shape.has_cap:
+            cap(scores, self.cap_log2)
+        if not is_masked:
+            return
+        first_column = self.context.item.key_tile(step) * KEY_TILE
+        lo = visible.lo(self.query_row) if shape.has_left or shape.intervals else None
+        hide(scores, lo, visible.hi(self.query_row), first_column)
+        if shape.has_ids:
+            self.compare_ids(scores, first_column)
+
+    def compare_ids(self, scores: list[Any], first_column: Int32) -> None:
+        """Hide the keys whose ids differ from the row's, in items whose ids lie in no simple order."""
+        ids = self.context.ids
+        fragment = cute.make_rmem_tensor((KEY_TILE,), Float32)
+        for column in range(KEY_TILE):
+            fragment[column] = scores[column]
+        self._compare_ids(fragment, ids.of_query(self.query_row), first_column)
+        for column in range(KEY_TILE):
+            scores[column] = fragment[column]
+
+    @cute.jit
+    def _compare_ids(self, fragment: cute.Tensor, row_id: Int32, first_column: Int32) -> None:
+        if self.context.item.compare_ids != 0:
+            hide_other_ids(fragment, KEY_TILE, row_id, self.context.ids, first_column)
+
+    def store_probs(self, scores: list[Any], scaled: ScaledRow, is_masked: bool) -> list[Any]:
+        """Powers of a row, stored as probs fragment by fragment; tells the tensor core after three and after all."""
+        powers: list[Any] = []
+        for fragment in range(FRAGMENTS):
+            # Masked tiles are few: there the code is kept short, without the polynomial.
+            count = 0 if is_masked else self.shape.emulated[fragment]
+            found = self.fragment_powers(scores[fragment * FRAGMENT : (fragment + 1) * FRAGMENT], scaled, count)
+            words = [round_pair(low, high, self.shape.dtype) for low, high in found]
+            tensor_memory.store(self.probs, words, fragment * FRAGMENT // 2)
+            powers += found
+            if fragment + 1 in (HEAD_FRAGMENTS, FRAGMENTS):
+                tensor_memory.wait_stores()
+                tensor_memory.fence_before_arrival()
+                name = "output_ready" if fragment + 1 == HEAD_FRAGMENTS else "probs_ready"
+                self.context.signal(name).arrive_elected(self.stage)
+        return powers
+
+    def fragment_powers(self, scores: list[Any], scaled: ScaledRow, emulated: int) -> list[Any]:
+        """Pairs of powers of a fragment; `emulated` of them, spread evenly, by the polynomial."""
+        pairs = list(zip(scores[::2], scores[1::2], strict=True))
+        chosen = {(2 * place + 1) * len(pairs) // (2 * emulated) for place in range(emulated)}
+        unit_offset: Any = scaled.unit_offset() if emulated else None
+        return [
+            scaled.by_polynomial(pair, unit_offset, POLYNOMIAL_DEGREE) if place in chosen else scaled.by_unit(pair)
+            for place, pair in enumerate(pairs)
+        ]
+
+    def publish(self) -> None:
+        """Hand the row's sum and maximum to the correction, which has read its last factor before."""
+        context, statistics = self.context, self.statistics
+        context.statistic("sums", self.stage, self.row)[0] = statistics.sum[0] + statistics.sum[1]
+        context.statistic("maxima", self.stage, self.row)[0] = statistics.max[0]
+        notify_pair(self.pair)

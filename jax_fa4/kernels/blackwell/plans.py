@@ -1,0 +1,250 @@
+"""Plans of the Blackwell forward: which sizes it takes, and why those."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jax_fa4.kernels.blackwell.geometry import KEY_TILE, STAGES, TILE_ROWS, WARPS_PER_GROUP, emulated_pairs
+from jax_fa4.kernels.plan import (
+    DTYPES,
+    Event,
+    Extent,
+    KernelPlan,
+    Parameter,
+    PlanError,
+    Role,
+    SharedBuffer,
+    TensorBuffer,
+    TensorMap,
+)
+
+ARCHITECTURE = "sm_100f"
+FORWARD_DTYPES = ("bfloat16", "float16")
+Mask = Literal["causal", "window", "intervals", "ids"]
+MASKS: tuple[Mask, ...] = ("causal", "window", "intervals", "ids")
+# Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need.
+SCALARS = (
+    *("query_length", "key_length", "heads", "kv_heads", "offset", "left", "right", "section_heads"),
+    "interval_stride",
+)
+SIZES = (
+    *("batch", "sections", "items", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
+    *("query_row_bytes", "key_row_bytes", "value_row_bytes", "out_row_bytes"),
+    *("query_batch_bytes", "key_batch_bytes", "value_batch_bytes", "out_batch_bytes"),
+)
+FLOATS = ("scale_log2", "slack", "cap_log2")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a forward kernel.
+
+    Attributes:
+        key_stages: stages of the ring of keys, 128 to a stage (64 in each CTA of a pair).
+        value_stages: of the ring of values.
+        emulated: exponentials of a row of 128 that are computed by the polynomial; even.
+        registers: of a thread of the softmax, of the correction and of the other warps: 512 for each column of one
+            thread per warpgroup, softmax twice.
+        has_own_probs: probs have columns of their own, else they overwrite half of their scores.
+    """
+
+    key_stages: int
+    value_stages: int
+    emulated: int
+    registers: tuple[int, int, int]
+    has_own_probs: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a work item."""
+        return STAGES * TILE_ROWS
+
+
+# (head_dim, value_dim), padded. Shares of emulated exponentials: see docs/sass.md.
+FORWARD_TILES: dict[tuple[int, int], Tiles] = {
+    (64, 64): Tiles(5, 5, 16, (192, 72, 56)),
+    (128, 128): Tiles(3, 2, 16, (192, 72, 56)),
+}
+
+
+def padded_head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """The head dimensions a kernel computes with. Raises PlanError where there are none."""
+    are_whole = all(dim > 0 and dim % 8 == 0 for dim in (head_dim, value_dim))
+    for padded in FORWARD_TILES:
+        if are_whole and head_dim <= padded[0] and value_dim <= padded[1]:
+            return padded
+    known = ", ".join(str(one) for one in FORWARD_TILES)
+    raise PlanError(
+        f"forward: head_dim and value_dim are {head_dim} and {value_dim}; the Blackwell kernel takes multiples of 8 up "
+        f"to one of {known}."
+    )
+
+
+def box_columns(dim: int) -> int:
+    """Columns of a box: as wide as the widest swizzle that divides the dimension."""
+    return 64 if dim % 64 == 0 else 32
+
+
+def _tensor_maps(dtype: str, head_dim: int, value_dim: int) -> tuple[TensorMap, ...]:
+    """(head_dim, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by the rows of a tile."""
+    return tuple(
+        TensorMap(
+            name=name,
+            buffer=name,
+            element=dtype,
+            extents=(dim_name, f"{side}_length", heads, "batch"),
+            strides_bytes=(f"{name}_row_bytes", head_bytes, f"{name}_batch_bytes"),
+            box=(box_columns(dim), TILE_ROWS, 1, 1),
+            swizzle_bytes=box_columns(dim) * DTYPES[dtype],
+        )
+        for name, side, heads, dim, dim_name, head_bytes in (
+            ("query", "query", "heads", head_dim, "head_dim", "head_bytes"),
+            ("key", "key", "kv_heads", head_dim, "head_dim", "head_bytes"),
+            ("value", "key", "kv_heads", value_dim, "value_dim", "value_head_bytes"),
+            ("out", "query", "heads", value_dim, "value_dim", "value_head_bytes"),
+        )
+    )
+
+
+def _tensor_memory(value_dim: int, tiles: Tiles) -> tuple[TensorBuffer, ...]:
+    """Scores of both stages, then outputs; probs over the upper half of their scores, or after the outputs."""
+    buffers = [TensorBuffer(f"scores_{stage}", stage * KEY_TILE, KEY_TILE) for stage in range(STAGES)]
+    outs = STAGES * KEY_TILE
+    buffers += [TensorBuffer(f"out_{stage}", outs + stage * value_dim, value_dim) for stage in range(STAGES)]
+    for stage in range(STAGES):
+        if tiles.has_own_probs:
+            begin = outs + STAGES * value_dim + stage * KEY_TILE // 2
+            buffers.append(TensorBuffer(f"probs_{stage}", begin, KEY_TILE // 2))
+        else:
+            begin = stage * KEY_TILE + KEY_TILE // 2
+            buffers.append(TensorBuffer(f"probs_{stage}", begin, KEY_TILE // 2, over=(f"scores_{stage}",)))
+    return tuple(buffers)
+
+
+def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) -> tuple[Event, ...]:
+    """Copies and products arrive once; of the others one lane of each warp does."""
+    softmax, correction = ("softmax", WARPS_PER_GROUP), ("correction", WARPS_PER_GROUP)
+    return (
+        Event("query_landed", (("load", 1),), ("mma",), 1, STAGES, query_bytes),
+        Event("keys_landed", (("load", 1),), ("mma",), 1, tiles.key_stages, key_bytes),
+        Event("keys_free", (("mma", 1),), ("load",), 1, tiles.key_stages),
+        Event("values_landed", (("load", 1),), ("mma",), 1, tiles.value_stages, value_bytes),
+        Event("values_free", (("mma", 1),), ("load",), 1, tiles.value_stages),
+        Event("scores_ready", (("mma", 1),), ("softmax",), 1, STAGES),
+        Event("output_ready", (softmax, correction), ("mma",), 2 * WARPS_PER_GROUP, STAGES),
+        Event("probs_ready", (softmax,), ("mma",), WARPS_PER_GROUP, STAGES),
+        Event("out_done", (("mma", 1),), ("softmax", "correction"), 1, STAGES),
+        Event("out_staged", (correction,), ("epilogue",), WARPS_PER_GROUP, STAGES),
+    )
+
+
+def _roles(tiles: Tiles) -> tuple[Role, ...]:
+    softmax, correction, other = tiles.registers
+    return (
+        Role("softmax", STAGES * WARPS_PER_GROUP, softmax),
+        Role("correction", WARPS_PER_GROUP, correction),
+        Role("mma", 1, other),
+        Role("epilogue", 1, other),
+        Role("load", 1, other),
+        Role("idle", 1, other),
+    )
+
+
+def _shared(
+    tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int, out_bytes: int
+) -> tuple[SharedBuffer, ...]:
+    statistic = TILE_ROWS * DTYPES["float32"]
+    return (
+        SharedBuffer("query", query_bytes, STAGES, alignment=1024),
+        SharedBuffer("staged_out", out_bytes, STAGES, alignment=1024, over="query"),
+        SharedBuffer("keys", key_bytes, tiles.key_stages, alignment=1024),
+        SharedBuffer("values", value_bytes, tiles.value_stages, alignment=1024),
+        SharedBuffer("factors", statistic, STAGES),
+        SharedBuffer("sums", statistic, STAGES, over="factors"),
+        SharedBuffer("maxima", statistic, STAGES),
+        SharedBuffer("tensor_memory_base", 16),
+    )
+
+
+def forward_plan(
+    dtype: str,
+    head_dims: tuple[int, int],
+    mask: Mask,
+    *,
+    tiles: Tiles | None = None,
+    soft_cap: bool = False,
+    sinks: bool = False,
+) -> KernelPlan:
+    """The forward for one pair of padded head dimensions.
+
+    Args:
+        dtype: one of `FORWARD_DTYPES`, of queries, keys, values and outputs.
+        head_dims: of queries and keys, and of values; a key of `FORWARD_TILES`. Smaller ones are filled with zeros by
+            the tensor maps.
+        mask: "causal" (or none: a right edge by arithmetic), "window" (both edges by arithmetic), "intervals" (both
+            from memory, and a table of work items), or "ids" (intervals, and ids that masked tiles compare where the
+            table says so).
+        tiles: the sizes; None: those of `FORWARD_TILES`.
+        soft_cap: scores are capped.
+        sinks: one logit per head joins the softmax.
+
+    Raises PlanError on what no device could run.
+    """
+    if dtype not in FORWARD_DTYPES or head_dims not in FORWARD_TILES:
+        raise PlanError(
+            f"forward: dtype {dtype!r} with head dimensions {head_dims}; the Blackwell kernel takes "
+            f"{', '.join(FORWARD_DTYPES)} with {', '.join(map(str, FORWARD_TILES))}."
+        )
+    tiles = tiles or FORWARD_TILES[head_dims]
+    try:
+        emulated_pairs(tiles.emulated)
+    except ValueError as error:
+        raise PlanError(f"forward: {error}") from error
+    operands = ["query", "key", "value"]
+    if sinks:
+        operands.append("sinks")
+    if mask in ("intervals", "ids"):
+        operands += ["item_table", "lo", "hi"]
+    if mask == "ids":
+        operands += ["query_ids", "key_ids"]
+    grid = (Extent((("section_heads", 1),)), Extent((("query_length", tiles.rows),)), Extent((("sections", 1),)))
+    if mask in ("intervals", "ids"):
+        grid = (Extent((("items", 1),)), Extent(), Extent())
+    head_dim, value_dim = head_dims
+    query_bytes = TILE_ROWS * head_dim * DTYPES[dtype]
+    key_bytes, value_bytes = KEY_TILE * head_dim * DTYPES[dtype], KEY_TILE * value_dim * DTYPES[dtype]
+    return KernelPlan(
+        kernel="forward",
+        architecture=ARCHITECTURE,
+        source="jax_fa4.kernels.blackwell.forward",
+        options=(
+            ("dtype", dtype),
+            ("head_dim", head_dim),
+            ("value_dim", value_dim),
+            ("mask", mask),
+            ("soft_cap", soft_cap),
+            ("sinks", sinks),
+            ("key_stages", tiles.key_stages),
+            ("value_stages", tiles.value_stages),
+            ("emulated", tiles.emulated),
+            ("own_probs", tiles.has_own_probs),
+        ),
+        operands=tuple(operands),
+        results=("out", "lse"),
+        integers=(*SCALARS, *SIZES),
+        floats=FLOATS,
+        parameters=(
+            *(Parameter("tensor_map", name) for name in ("query", "key", "value", "out")),
+            Parameter("result", "lse"),
+            *(Parameter("operand", name) for name in operands[3:]),
+            *(Parameter("int32", name) for name in SCALARS),
+            *(Parameter("float32", name) for name in FLOATS),
+        ),
+        grid=grid,
+        roles=_roles(tiles),
+        tensor_maps=_tensor_maps(dtype, head_dim, value_dim),
+        shared=_shared(tiles, query_bytes, key_bytes, value_bytes, TILE_ROWS * value_dim * DTYPES[dtype]),
+        tensor_memory=_tensor_memory(value_dim, tiles),
+        events=_events(tiles, query_bytes, key_bytes, value_bytes),
+    )
