@@ -95,10 +95,10 @@ void BindRegistry(nb::module_& module) {
   module.def("is_registered", [](const std::string& hash) { return IsRegistered(hash); }, "hash"_a);
   module.def(
       "declare_driver",
-      [](const std::string& name, const std::string& path, bool takes_ptx) {
-        DeclareDriver(name, path, takes_ptx ? ImageKind::kPtx : ImageKind::kCubin);
+      [](const std::string& name, const std::string& path, bool takes_ptx, int major, int minor) {
+        DeclareDriver(name, path, takes_ptx ? ImageKind::kPtx : ImageKind::kCubin, {major, minor});
       },
-      "name"_a, "path"_a, "takes_ptx"_a);
+      "name"_a, "path"_a, "takes_ptx"_a, "major"_a = 0, "minor"_a = 0);
   module.def(
       "load",
       [](const std::string& driver, const std::string& hash, int ordinal) {

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa4 import arguments, autodiff, dispatch, partitioning
-from jax_fa4.dispatch import Explanation, Implementation
+from jax_fa4.dispatch import Explanation, Implementation, Target
 
 
 def attention(
@@ -103,8 +103,8 @@ def attention(
     )
     target = dispatch.current_target(call.operands.query)
 
-    def attempt(chosen: Implementation) -> autodiff.Pair:
-        run = functools.partial(autodiff.attend, chosen, call.problem, target)
+    def attempt(chosen: Implementation, seen: Target) -> autodiff.Pair:
+        run = functools.partial(autodiff.attend, chosen, call.problem, seen)
         return partitioning.run_sharded(run, call.operands)
 
     out, lse = dispatch.run(names, call.problem, target, attempt)

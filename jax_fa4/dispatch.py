@@ -196,20 +196,27 @@ def why_not(name: str, problem: AttentionProblem, target: Target) -> str | None:
     return load(name).why_not(problem, target)
 
 
+def resolve_target(name: str, target: Target) -> Target:
+    """The target as the implementation of that name sees it: "emulated" brings a GPU of its own."""
+    resolve = getattr(load(name), "resolve_target", None)
+    return target if resolve is None else resolve(target)
+
+
 def run(
-    names: Sequence[str], problem: AttentionProblem, target: Target, attempt: Callable[[Implementation], Result]
+    names: Sequence[str], problem: AttentionProblem, target: Target, attempt: Callable[[Implementation, Target], Result]
 ) -> Result:
-    """The result of `attempt` with the first implementation that takes the problem.
+    """The result of `attempt` with the first implementation that takes the problem, and the target that it sees.
 
     Raises:
       NotImplementedError: none does; the message has every reason. Other errors of an attempt are the caller's.
     """
     refusals: list[tuple[str, str]] = []
     for name in names:
-        reason = why_not(name, problem, target)
+        seen = resolve_target(name, target)
+        reason = why_not(name, problem, seen)
         if reason is None:
             try:
-                return attempt(load(name))
+                return attempt(load(name), seen)
             except NotImplementedError as error:
                 reason = str(error)
         refusals.append((name, reason))
@@ -229,7 +236,7 @@ class Explanation:
 
     Attributes:
       problem: the call.
-      target: what it is traced for.
+      target: what it is traced for, as the implementation sees it.
       implementation: the name of the implementation that takes it; None where none does.
       details: labels and texts about tiles, schedule and workspace.
       passed_over: the name and the reason of every implementation that does not take the call.
@@ -253,14 +260,18 @@ class Explanation:
     __repr__ = __str__
 
 
-@functools.lru_cache(maxsize=256)
 def explain_problem(names: tuple[str, ...], problem: AttentionProblem, target: Target) -> Explanation:
     """Which of the named implementations takes a problem on a target, and why the others do not."""
-    reasons = {name: why_not(name, problem, target) for name in names}
-    chosen = next((name for name in names if reasons[name] is None), None)
-    details = () if chosen is None else tuple(load(chosen).describe(problem, target))
+    return _explain(problem, target, tuple((name, resolve_target(name, target)) for name in names))
+
+
+@functools.lru_cache(maxsize=256)
+def _explain(problem: AttentionProblem, target: Target, targets: tuple[tuple[str, Target], ...]) -> Explanation:
+    reasons = {name: why_not(name, problem, seen) for name, seen in targets}
+    chosen, seen = next(((name, seen) for name, seen in targets if reasons[name] is None), (None, target))
+    details = () if chosen is None else tuple(load(chosen).describe(problem, seen))
     passed_over = tuple((name, reason) for name, reason in reasons.items() if reason is not None)
-    return Explanation(problem, target, chosen, details, passed_over)
+    return Explanation(problem, seen, chosen, details, passed_over)
 
 
 def _shapes(problem: AttentionProblem) -> str:

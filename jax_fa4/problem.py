@@ -164,6 +164,17 @@ class AttentionProblem:
         """True when there is no pair of a query and a key at all."""
         return 0 in (self.batch, self.query_length, self.key_length, self.query_heads)
 
+    @property
+    def has_traced_mask(self) -> bool:
+        """True when some ids or lengths are operands, so that the mask is known only when the call runs."""
+        constants = self.constants
+        known = (
+            (self.has_segment_ids, constants.query_ids is not None and constants.key_ids is not None),
+            (self.has_query_lengths, constants.query_lengths is not None),
+            (self.has_key_lengths, constants.key_lengths is not None),
+        )
+        return any(exists and not is_known for exists, is_known in known)
+
     def mask_operands(self, operands: AttentionOperands) -> MaskOperands:
         """The ids and lengths of a call: JAX arrays where they are operands, NumPy arrays where they are constants."""
 

@@ -44,7 +44,7 @@ def register(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(dispatch.MODULES, implementation.name, module.__name__)
         dispatch.why_not.cache_clear()
-        dispatch.explain_problem.cache_clear()
+        dispatch._explain.cache_clear()
         return implementation
 
     return add

@@ -79,10 +79,30 @@ ffi::Error Guarded(Body body) {
   }
 }
 
+// A call that came to the other platform than it was traced for must not be launched: a GPU's kernels would get the
+// host's addresses, the emulator a GPU's.
+constexpr std::string_view kCudaDriver = "cuda";
+
+Driver& DriverOfGpu(std::string_view name) {
+  Driver& driver = FindDriver(name);
+  if (driver.emulator_add_memory == nullptr) return driver;
+  throw RuntimeFailure("The emulated GPU '" + driver.name() +
+                       "' runs on JAX's CPU platform only. Put the arrays on a CPU device, or choose another "
+                       "implementation.");
+}
+
+Driver& DriverOfHost(std::string_view name) {
+  if (name != kCudaDriver) return FindDriver(name);
+  throw RuntimeFailure(
+      "A call that was traced for a GPU is executed on the CPU. Trace it under jax_fa4.target('cpu'), or put the "
+      "arrays "
+      "on the GPU.");
+}
+
 ffi::Error Initialize(std::int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets, std::string_view driver,
                       std::string_view kernel, Integers, Floats) {
   return Guarded([&] {
-    Load(FindDriver(driver), kernel, ordinal);
+    Load(DriverOfGpu(driver), kernel, ordinal);
     return ffi::Error::Success();
   });
 }
@@ -109,7 +129,7 @@ ffi::Error LaunchOnHost(std::int32_t ordinal, ffi::RemainingArgs arguments, ffi:
     if (ffi::Error error = Unpack(arguments, returns, integers, floats, &addresses, &values); error.failure()) {
       return error;
     }
-    const LoadedKernel& loaded = Load(FindDriver(driver), kernel, ordinal);
+    const LoadedKernel& loaded = Load(DriverOfHost(driver), kernel, ordinal);
     SharedBuffers shared(*loaded.driver, arguments, returns);
     Launch(loaded, values, nullptr);
     ScopedContext scope(*loaded.driver, loaded.context);

@@ -23,6 +23,7 @@ void* FindSymbol(void* library, const char* symbol, const std::string& path, boo
 struct DeclaredDriver {
   std::string path;
   ImageKind image;
+  Capability emulated;
   std::unique_ptr<Driver> opened;
 };
 
@@ -38,8 +39,8 @@ std::map<std::string, DeclaredDriver, std::less<>>& Drivers() {
 
 }  // namespace
 
-Driver::Driver(std::string name, std::string path, ImageKind image)
-    : name_(std::move(name)), path_(std::move(path)), image_(image) {
+Driver::Driver(std::string name, std::string path, ImageKind image, Capability emulated)
+    : name_(std::move(name)), path_(std::move(path)), image_(image), emulated_(emulated) {
   void* library = dlopen(path_.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* reason = dlerror();
@@ -58,6 +59,10 @@ Driver::Driver(std::string name, std::string path, ImageKind image)
       reinterpret_cast<decltype(emulator_add_memory)>(FindSymbol(library, "jax_fa4_emulator_add_memory", path_, false));
   emulator_remove_memory = reinterpret_cast<decltype(emulator_remove_memory)>(
       FindSymbol(library, "jax_fa4_emulator_remove_memory", path_, false));
+  emulator_last_error =
+      reinterpret_cast<decltype(emulator_last_error)>(FindSymbol(library, "jax_fa4_emulator_last_error", path_, false));
+  emulator_use_architecture = reinterpret_cast<decltype(emulator_use_architecture)>(
+      FindSymbol(library, "jax_fa4_emulator_use_architecture", path_, false));
   Check(init(0), "Starting driver '" + name_ + "'");
   int device_count = 0;
   Check(device_get_count(&device_count), "Counting the devices of driver '" + name_ + "'");
@@ -70,8 +75,14 @@ std::string Driver::Describe(driver_api::Result result) const {
   const char* text = nullptr;
   if (get_error_name(result, &error_name) != driver_api::kSuccess) error_name = nullptr;
   if (get_error_string(result, &text) != driver_api::kSuccess) text = nullptr;
-  return std::string(error_name ? error_name : "driver error " + std::to_string(result)) + (text ? ": " : "") +
-         (text ? text : "");
+  std::string described = error_name ? error_name : "driver error " + std::to_string(result);
+  if (text != nullptr) described += std::string(": ") + text;
+  if (emulator_last_error != nullptr) {
+    std::string sentence(emulator_last_error(nullptr, 0), '\0');
+    emulator_last_error(sentence.data(), sentence.size() + 1);
+    if (!sentence.empty()) described += ": " + sentence;
+  }
+  return described;
 }
 
 void Driver::Check(driver_api::Result result, std::string_view doing) const {
@@ -127,17 +138,31 @@ ScopedContext::~ScopedContext() {
   if (changed_) driver_.context_set_current(previous_);
 }
 
-void DeclareDriver(const std::string& name, const std::string& path, ImageKind image) {
+ScopedArchitecture::ScopedArchitecture(const Driver& driver) : driver_(driver) {
+  const Capability capability = driver.emulated();
+  if (driver.emulator_use_architecture != nullptr) {
+    driver.emulator_use_architecture(10 * capability.major + capability.minor);
+  }
+}
+
+ScopedArchitecture::~ScopedArchitecture() {
+  if (driver_.emulator_use_architecture != nullptr) driver_.emulator_use_architecture(0);
+}
+
+void DeclareDriver(const std::string& name, const std::string& path, ImageKind image, Capability emulated) {
   std::unique_lock lock(DriversMutex());
-  auto [entry, is_new] = Drivers().try_emplace(name, DeclaredDriver{path, image, nullptr});
+  auto [entry, is_new] = Drivers().try_emplace(name, DeclaredDriver{path, image, emulated, nullptr});
   DeclaredDriver& declared = entry->second;
-  if (is_new || (declared.path == path && declared.image == image)) return;
+  const bool is_same = declared.path == path && declared.image == image && declared.emulated.major == emulated.major &&
+                       declared.emulated.minor == emulated.minor;
+  if (is_new || is_same) return;
   if (declared.opened) {
     throw RuntimeFailure("Driver '" + name + "' is open from '" + declared.path + "' already and cannot move to '" +
                          path + "'; give the second library another name.");
   }
   declared.path = path;
   declared.image = image;
+  declared.emulated = emulated;
 }
 
 Driver& FindDriver(std::string_view name) {
@@ -154,7 +179,9 @@ Driver& FindDriver(std::string_view name) {
     throw RuntimeFailure("No driver is called '" + std::string(name) + "'; there are: " + known + ".");
   }
   DeclaredDriver& declared = found->second;
-  if (!declared.opened) declared.opened = std::make_unique<Driver>(found->first, declared.path, declared.image);
+  if (!declared.opened) {
+    declared.opened = std::make_unique<Driver>(found->first, declared.path, declared.image, declared.emulated);
+  }
   return *declared.opened;
 }
 

@@ -29,16 +29,18 @@ class Driver {
  public:
   // Opens `path` and finds every function; throws RuntimeFailure naming what is missing. Never closed: kernels,
   // contexts and XLA's own use of the library may outlive any owner we could give it.
-  Driver(std::string name, std::string path, ImageKind image);
+  Driver(std::string name, std::string path, ImageKind image, Capability emulated);
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
 
   const std::string& name() const { return name_; }
   ImageKind image() const { return image_; }
+  // The compute capability of which an emulated device is made; 0.0: the one that it says.
+  Capability emulated() const { return emulated_; }
 
   // Throws RuntimeFailure "<doing>: <error name>: <error text>" unless `result` is success.
   void Check(driver_api::Result result, std::string_view doing) const;
-  // "CUDA_ERROR_X: text", as the driver puts it.
+  // "CUDA_ERROR_X: text", as the driver puts it; the emulator says more: what was wrong, where in the PTX.
   std::string Describe(driver_api::Result result) const;
 
   // The context that is current on this thread, else the primary one of device `ordinal` (modulo the number of devices,
@@ -80,11 +82,17 @@ class Driver {
   // back.
   void (*emulator_add_memory)(const void*, std::size_t) = nullptr;
   void (*emulator_remove_memory)(const void*) = nullptr;
+  // Of the emulator alone, else null: the sentence of the last call that failed; its size, whether or not it fits.
+  std::size_t (*emulator_last_error)(char*, std::size_t) = nullptr;
+  // Of the emulator alone, else null: for this thread, the compute capability times ten of the device; 0: as its
+  // options say.
+  void (*emulator_use_architecture)(int) = nullptr;
 
  private:
   std::string name_;
   std::string path_;
   ImageKind image_;
+  Capability emulated_;
   std::vector<std::atomic<driver_api::Context>> primary_contexts_;  // by device, null until first asked for
 };
 
@@ -102,9 +110,21 @@ class ScopedContext {
   bool changed_ = false;
 };
 
-// Says where the library of a name lies; it is opened at its first use. Saying the same again changes nothing; another
-// path for a name that is in use throws.
-void DeclareDriver(const std::string& name, const std::string& path, ImageKind image);
+// For a scope and thread, an emulated device is of the driver's compute capability. Of other drivers, nothing.
+class ScopedArchitecture {
+ public:
+  explicit ScopedArchitecture(const Driver& driver);
+  ~ScopedArchitecture();
+  ScopedArchitecture(const ScopedArchitecture&) = delete;
+  ScopedArchitecture& operator=(const ScopedArchitecture&) = delete;
+
+ private:
+  const Driver& driver_;
+};
+
+// Says where the library of a name lies, and for the emulator's which compute capability it is to have under that name;
+// it is opened at its first use. Saying the same again changes nothing; another path for a name that is in use throws.
+void DeclareDriver(const std::string& name, const std::string& path, ImageKind image, Capability emulated = {});
 
 // The driver of that name, opened if need be. Throws RuntimeFailure with the names that were declared.
 Driver& FindDriver(std::string_view name);

@@ -201,6 +201,7 @@ const LoadedKernel& Load(Driver& driver, std::string_view hash, int ordinal) {
   if (found != tables.loaded.end()) return *found->second;
 
   const KernelBinary& binary = FindBinary(tables, hash);
+  const ScopedArchitecture architecture(driver);
   const driver_api::Device device = driver.DeviceOf(context);
   const Capability capability = driver.CapabilityOf(device);
   auto loaded = std::make_unique<LoadedKernel>();

@@ -49,14 +49,7 @@ class Blockwise:
         """What a call gets: tile sizes, tiles visited, and the bytes of its working set."""
         if problem.is_empty:
             return [("tiles", "none: the call is empty")]
-        constants = problem.constants
-        known = (
-            (problem.has_segment_ids, constants.query_ids is not None and constants.key_ids is not None),
-            (problem.has_query_lengths, constants.query_lengths is not None),
-            (problem.has_key_lengths, constants.key_lengths is not None),
-        )
-        is_traced = any(exists and not is_known for exists, is_known in known)
-        shape = geometry(problem, AttentionOperands()) if not is_traced else None
+        shape = None if problem.has_traced_mask else geometry(problem, AttentionOperands())
         tiling = choose_tiling(problem, problem.batch) if shape is None else shape.tiling
         every = tiling.groups * tiling.query_tiles * tiling.key_tiles
         lines = [

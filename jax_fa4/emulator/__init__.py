@@ -15,6 +15,7 @@ from typing import Any
 
 __all__ = [
     "add_memory",
+    "architecture",
     "driver",
     "last_report",
     "library_path",
@@ -118,6 +119,13 @@ def set_options(
     for name, value in given.items():
         if value is not None:
             _set(name, int(value))
+
+
+def architecture() -> str:
+    """The compute capability that the emulated device has now, as `set_options` takes it: "9.0", "10.0" or "10.3"."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    driver().cuDeviceComputeCapability(ctypes.byref(major), ctypes.byref(minor), 0)
+    return f"{major.value}.{minor.value}"
 
 
 def statistics() -> list[dict[str, Any]]:

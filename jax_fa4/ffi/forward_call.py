@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa4.cost import Architecture
-from jax_fa4.kernels.plan import DTYPES
+from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import forward_grid, forward_table
+from jax_fa4.schedule.order import Column, forward_grid, forward_table
+from jax_fa4.schedule.simulate import simulate
 from jax_fa4.schedule.tiles import key_intervals, query_intervals
 
 MaskKind = Literal["causal", "window", "intervals", "ids"]
 UNBOUNDED = 1 << 30  # an edge that never binds: beyond any row, and its sum with a row does not overflow
 MAX_LENGTH = 1 << 29
+MAX_SECTIONS = 65535  # the grid's z
 SLACK_LOG2 = 8.0  # the lazy rescaling's threshold (arXiv 2603.05451); see kernels/parts/softmax_row.py
 LOG2_E = math.log2(math.e)
 REMEDY = "Pass implementation='blockwise'."
@@ -89,12 +91,21 @@ class ForwardCall:
         """Query heads whose blocks run together: as many as fit in L2 with their keys and values, in even sections.
 
         Sections are of whole groups that share keys and values, and never cross the end, so that no block is without
-        work.
+        work. Where even sections would be more than a grid takes, there is one of all heads.
         """
         problem = self.problem
         most = max(forward_grid(problem, self.rows, self.key_tile, self.arch, ctas=self.ctas).groups_in_l2, 1)
         groups = problem.batch * problem.kv_heads
-        return max(one for one in range(1, min(most, groups) + 1) if groups % one == 0) * problem.group_size
+        section = max(one for one in range(1, min(most, groups) + 1) if groups % one == 0)
+        return (section if groups // section <= MAX_SECTIONS else groups) * problem.group_size
+
+    def seen_by_band(self) -> tuple[int, int]:
+        """The keys [first, last) that some query sees by causality and window alone."""
+        problem, offset = self.problem, self.problem.mask.diagonal_offset
+        left, right = problem.mask.band
+        first = 0 if left is None else max(offset - left, 0)
+        last = problem.key_length if right is None else min(problem.query_length + offset + right, problem.key_length)
+        return first, last
 
     def integers(self) -> dict[str, int]:
         """Every integer that a forward plan may name, for operands without gaps."""
@@ -105,7 +116,8 @@ class ForwardCall:
         integers = {
             "batch": problem.batch,
             "query_length": problem.query_length,
-            "key_length": problem.key_length,
+            # Keys past the last that is seen do not exist for the kernel: NaN in them is not even copied.
+            "key_length": max(self.seen_by_band()[1], 1),
             "heads": problem.query_heads,
             "kv_heads": problem.kv_heads,
             "offset": problem.mask.diagonal_offset,
@@ -114,7 +126,7 @@ class ForwardCall:
             "section_heads": section_heads,
             "sections": problem.batch * problem.query_heads // section_heads,
             "interval_stride": 0,
-            "items": -(-problem.query_length // self.rows) * problem.query_heads * problem.batch,
+            "items": self.items,
             "head_dim": problem.head_dim,
             "value_dim": problem.value_dim,
             "head_bytes": head_bytes,
@@ -160,7 +172,46 @@ class ForwardCall:
         if mask_kind(self.problem) in ("intervals", "ids"):
             buffers |= self.mask_buffers(operands)
             integers["interval_stride"] = self.problem.query_length if buffers["lo"].shape[0] > 1 else 0
+        elif (first_seen := self.seen_by_band()[0]) > 0:
+            buffers["value"] = operands.value.at[:, :first_seen].set(0)
         return buffers, integers
+
+    @property
+    def items(self) -> int:
+        """Work items."""
+        return -(-self.problem.query_length // self.rows) * self.problem.query_heads * self.problem.batch
+
+    def workspace_bytes(self) -> int:
+        """Bytes beside operands and results: work table, intervals, ids, values without what nobody sees."""
+        problem = self.problem
+        if mask_kind(problem) in ("causal", "window"):
+            return self.integers()["value_batch_bytes"] * problem.batch if self.seen_by_band()[0] > 0 else 0
+        intervals = 2 * problem.query_length
+        ids = problem.query_length + problem.key_length if problem.has_segment_ids else 0
+        return (
+            self.items * len(Column) * 4
+            + problem.batch * (intervals + ids) * 4
+            + problem.batch * self.integers()["value_batch_bytes"]
+        )
+
+    def describe(self, plan: KernelPlan) -> list[tuple[str, str]]:
+        """What `explain` says: kernel, tile, schedule, workspace."""
+        schedule = f"{self.items:,} items, ordered when the call runs"
+        if not self.problem.has_traced_mask:
+            table = forward_table(
+                self.problem, AttentionOperands(), self.rows, self.key_tile, self.arch, ctas=self.ctas
+            )
+            slots = self.arch.sms // self.ctas
+            steps = int((table.items[:, Column.END] - table.items[:, Column.BEGIN]).sum())
+            busy = simulate(table.clocks, slots).balance
+            schedule = f"{self.items:,} items, {steps:,} key tiles; work is {busy:.0%} of {slots} multiprocessors' time"
+        return [
+            ("kernel", plan.key),
+            ("tile", f"{self.rows} queries x {self.key_tile} keys"),
+            ("schedule", schedule),
+            ("shared memory", f"{plan.dynamic_shared_bytes:,} bytes"),
+            ("workspace", f"{self.workspace_bytes():,} bytes"),
+        ]
 
     def results(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the results."""

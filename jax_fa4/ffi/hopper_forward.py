@@ -17,8 +17,9 @@ from jax_fa4.ffi.forward_call import (
     why_no_kernel,
 )
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
+from jax_fa4.kernels import bundle
 from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, Tiles, forward_plan, padded_head_dim
-from jax_fa4.kernels.plan import PlanError
+from jax_fa4.kernels.plan import KernelPlan, PlanError
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 
 
@@ -26,19 +27,40 @@ def why_not(problem: AttentionProblem) -> str | None:
     """None where the kernel takes the problem's forward; else one sentence with the remedy."""
     if (reason := why_no_kernel(problem, "Hopper", FORWARD_DTYPES)) is not None:
         return reason
-    if problem.head_dim != problem.value_dim:
-        dims = f"{problem.head_dim} and {problem.value_dim}"
-        return f"the Hopper kernel takes keys and values of one head dimension, not {dims}. {REMEDY}"
     try:
         padded_head_dim(problem.head_dim)
+        padded_head_dim(problem.value_dim, "value_dim")
     except PlanError as error:
         return f"{error} {REMEDY}"
-    return None
+    return bundle.why_unavailable(plan_of(problem))
 
 
-def forward_call(problem: AttentionProblem, tiles: Tiles) -> ForwardCall:
-    """The problem as the kernel of these sizes takes it."""
+def tiles_of(problem: AttentionProblem) -> Tiles:
+    """The sizes of the kernel that takes a problem."""
+    return FORWARD_TILES[padded_head_dim(max(problem.head_dim, problem.value_dim))]
+
+
+def plan_of(problem: AttentionProblem, tiles: Tiles | None = None) -> KernelPlan:
+    """The plan of the kernel that takes a problem; `tiles` None: those of `tiles_of`."""
+    return forward_plan(
+        problem.dtype,
+        padded_head_dim(max(problem.head_dim, problem.value_dim)),
+        mask_kind(problem),
+        tiles=tiles or tiles_of(problem),
+        soft_cap=problem.logits_soft_cap is not None,
+        sinks=problem.has_sinks,
+    )
+
+
+def forward_call(problem: AttentionProblem, tiles: Tiles | None = None) -> ForwardCall:
+    """The problem as the kernel of these sizes takes it; `tiles` None: those of `tiles_of`."""
+    tiles = tiles or tiles_of(problem)
     return ForwardCall(problem, tiles.rows, tiles.key_tile, ARCHITECTURES["sm_90"])
+
+
+def describe(problem: AttentionProblem) -> list[tuple[str, str]]:
+    """What `explain` says of the forward of a problem that the kernel takes."""
+    return forward_call(problem).describe(plan_of(problem))
 
 
 def hopper_forward(
@@ -48,13 +70,13 @@ def hopper_forward(
 
     Args:
       problem: the call; `why_not` says which are taken.
-      operands: query (B, T, N, D), key and value (B, S, K, D), bfloat16 or float16; sinks, ids and lengths as the
-        problem says.
-      tiles: sizes of the kernel; None: those of `FORWARD_TILES`.
+      operands: query (B, T, N, D), key (B, S, K, D), value (B, S, K, Dv), bfloat16 or float16; sinks, ids and lengths
+        as the problem says.
+      tiles: sizes of the kernel; None: those of `tiles_of`.
       driver: the driver library that launches it.
 
     Returns:
-      The output (B, T, N, D) in the problem's dtype and the log-sum-exp (B, T, N), float32.
+      The output (B, T, N, Dv) in the problem's dtype and the log-sum-exp (B, T, N), float32.
 
     Raises:
       LaunchError: the problem is none that the kernel takes, or too large for a grid.
@@ -64,16 +86,7 @@ def hopper_forward(
         raise LaunchError(reason)
     if problem.is_empty:
         return empty_results(problem, operands)
-    tiles = tiles or FORWARD_TILES[padded_head_dim(problem.head_dim)]
-    plan = forward_plan(
-        problem.dtype,
-        padded_head_dim(problem.head_dim),
-        mask_kind(problem),
-        tiles=tiles,
-        soft_cap=problem.logits_soft_cap is not None,
-        sinks=problem.has_sinks,
-    )
-    call = forward_call(problem, tiles)
+    plan, call = plan_of(problem, tiles), forward_call(problem, tiles)
     buffers, integers = call.arguments(operands)
     results = launch(plan, buffers, call.results(), integers, softmax_floats(problem), driver=driver)
     return results["out"], results["lse"]

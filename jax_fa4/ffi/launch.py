@@ -14,8 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
+from jax_fa4 import emulator
 from jax_fa4.kernels import bundle
 from jax_fa4.kernels.build import KernelBinary
 from jax_fa4.kernels.plan import ARCHITECTURES, Architecture, KernelPlan, architecture_for
@@ -47,10 +50,20 @@ def native() -> types.ModuleType:
     return module
 
 
-def declare_driver(name: str, path: str, *, takes_ptx: bool) -> None:
-    """Lets calls name another driver library than CUDA's, for JAX's CPU platform: its path, and whether it loads PTX
-    (else cubins). It is opened at its first use. Raises RuntimeError where the name is in use for another path."""
-    native().declare_driver(name, path, takes_ptx)
+def declare_driver(name: str, path: str, *, takes_ptx: bool, capability: tuple[int, int] = (0, 0)) -> None:
+    """Lets calls name another driver library than CUDA's, for JAX's CPU platform: its path, whether it loads PTX (else
+    cubins), and for the emulator's the compute capability of its device; (0, 0): what its options say. It is opened at
+    its first use. Raises RuntimeError where the name is in use for another path."""
+    native().declare_driver(name, path, takes_ptx, *capability)
+
+
+@functools.cache
+def emulated_driver(capability: tuple[int, int]) -> str:
+    """The name of the driver that emulates a GPU of that compute capability, declared. Raises FileNotFoundError where
+    the emulator was not built."""
+    name = "emulator_sm_{}{}".format(*capability)
+    declare_driver(name, str(emulator.library_path()), takes_ptx=True, capability=capability)
+    return name
 
 
 def device_architecture(device: jax.Device | None = None) -> Architecture | None:
@@ -141,6 +154,24 @@ def call_integers(plan: KernelPlan, integers: Mapping[str, int]) -> np.ndarray:
     return np.array([*(integers[name] for name in plan.integers), *grid], np.int64)
 
 
+def _varying_as(
+    operands: Sequence[jax.Array], results: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The results' types; inside `jax.shard_map` they differ from shard to shard over the axes that an operand does.
+
+    Without it the results would count as replicated, and the gradients of what follows as sums over all shards. JAX has
+    changed how a type says this, so the types are those of a sum that is never computed.
+    """
+    if AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+        return tuple(results)
+
+    def depending_on_all(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        everything = sum((jnp.sum(operand).astype(jnp.float32) for operand in operands), jnp.float32(0))
+        return tuple(jnp.zeros(one.shape, one.dtype) + everything.astype(one.dtype) for one in results)
+
+    return jax.eval_shape(depending_on_all, *operands)
+
+
 def launch(
     plan: KernelPlan,
     operands: Mapping[str, jax.Array],
@@ -158,9 +189,11 @@ def launch(
     content_hash = register(bundle.find(plan))
     floats = floats or {}
     shared = {plan.operands.index(one): plan.results.index(other) for one, other in (aliases or {}).items()}
-    call = jax.ffi.ffi_call(TARGET, tuple(results[name] for name in plan.results), input_output_aliases=shared)
+    inputs = [operands[name] for name in plan.operands]
+    types = _varying_as(inputs, [results[name] for name in plan.results])
+    call = jax.ffi.ffi_call(TARGET, types, input_output_aliases=shared)
     outputs = call(
-        *(operands[name] for name in plan.operands),
+        *inputs,
         driver=driver,
         kernel=content_hash,
         integers=call_integers(plan, integers),

@@ -1,44 +1,179 @@
 """The attention kernels as implementations: "fa4" on a GPU, "emulated" on the emulated one.
 
-Neither has an attention kernel yet; both say so when they are asked, and the automatic choice goes on to `blockwise`.
+Both are the same kernels, chosen by architecture from one table, `KERNELS`; they differ in the driver that launches
+them. What the kernels do not take is refused when the call is traced, forward and backward together.
 """
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
 
+from jax_fa4 import emulator
+from jax_fa4.blockwise import blockwise
+from jax_fa4.dispatch import Target, current_target
+from jax_fa4.ffi import hopper_forward, launch
+from jax_fa4.kernels.plan import Architecture, architecture_for
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 
-if TYPE_CHECKING:
-    from jax_fa4.dispatch import Target
+Pair = tuple[jax.Array, jax.Array]
+Details = list[tuple[str, str]]
 
 
-class UnbuiltKernels:
-    """Stands where kernels will be: refuses every problem.
+@dataclass(frozen=True)
+class Kernels:
+    """The attention kernels of one architecture.
 
-    Args:
-      name: the implementation's name.
+    Attributes:
+      forward: (problem, operands, driver=name) -> output (B, T, N, Dv) and log-sum-exp (B, T, N).
+      backward: (problem, operands, out, lse, grad_out, grad_lse, driver=name) -> cotangents; None while there is none.
+      why_not: why the kernels do not take a problem, forward and backward; None where they do.
+      describe: labels and texts for `explain`.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    forward: Callable[..., Pair]
+    backward: Callable[..., AttentionOperands] | None
+    why_not: Callable[[AttentionProblem], str | None]
+    describe: Callable[[AttentionProblem], Details]
 
-    def why_not(self, problem: AttentionProblem, target: "Target") -> str | None:
-        """Why no kernel takes the problem, with the remedy."""
-        return f"no attention kernel is built yet for {target} in this version; pass implementation='blockwise'."
 
-    def describe(self, problem: AttentionProblem, target: "Target") -> list[tuple[str, str]]:
-        """Nothing: there is no kernel to describe."""
-        return []
+# By the names of `jax_fa4.kernels.plan.ARCHITECTURES`.
+KERNELS: Mapping[str, Kernels] = {
+    "sm_90a": Kernels(
+        forward=hopper_forward.hopper_forward,
+        backward=None,
+        why_not=hopper_forward.why_not,
+        describe=hopper_forward.describe,
+    ),
+}
 
-    def forward(self, problem: AttentionProblem, operands: AttentionOperands) -> tuple[jax.Array, jax.Array]:
-        """Refuses, as `why_not` does.
+
+def capability_of(target: Target) -> tuple[int, int] | None:
+    """The compute capability that a target names; None where it names no NVIDIA GPU."""
+    if target.architecture is None:
+        return None
+    number = int(target.architecture.removeprefix("sm_"))
+    return number // 10, number % 10
+
+
+def architecture_of(target: Target) -> Architecture | None:
+    """The architecture for which there are attention kernels that run on a target; None where there is none."""
+    capability = capability_of(target)
+    architecture = None if capability is None else architecture_for(capability)
+    return architecture if architecture is not None and architecture.name in KERNELS else None
+
+
+def kernels_of(target: Target) -> Kernels:
+    """The row of the table for a target that has one. Raises NotImplementedError for others."""
+    architecture = architecture_of(target)
+    if architecture is None:
+        raise NotImplementedError(f"there are no attention kernels for {target}.")
+    return KERNELS[architecture.name]
+
+
+class AttentionKernels:
+    """The kernels on a GPU: the implementation named "fa4"."""
+
+    name = "fa4"
+
+    def driver(self, target: Target) -> str:
+        """The name of the driver that launches the kernels."""
+        return launch.CUDA_DRIVER
+
+    def why_not(self, problem: AttentionProblem, target: Target) -> str | None:
+        """None where the target's kernels take the problem; else one sentence with the remedy."""
+        if architecture_of(target) is None:
+            built = " and ".join(KERNELS)
+            return f"there are attention kernels for {built}, not for {target}; pass implementation='blockwise'."
+        if kernels_of(target).backward is None:
+            return (
+                f"the kernels for {target} have no backward in this version, and a call must not fail in its gradient; "
+                "pass implementation='blockwise'."
+            )
+        return self._why_not_launched(problem, target)
+
+    def _why_not_launched(self, problem: AttentionProblem, target: Target) -> str | None:
+        try:
+            self.driver(target)
+            launch.native()
+        except (ImportError, FileNotFoundError) as error:
+            return str(error)
+        return kernels_of(target).why_not(problem)
+
+    def describe(self, problem: AttentionProblem, target: Target) -> Details:
+        """Kernels, tiles, schedule and workspace."""
+        if problem.is_empty:
+            return [("kernel", "none: the call is empty")]
+        return kernels_of(target).describe(problem)
+
+    def forward(self, problem: AttentionProblem, operands: AttentionOperands) -> Pair:
+        """The output (B, T, N, Dv) in the problem's dtype and the log-sum-exp (B, T, N), float32.
 
         Raises:
-          NotImplementedError: always.
+          KernelUnavailableError: no binary of a kernel is at hand.
+          LaunchError: the problem is too large for a grid.
         """
-        raise NotImplementedError(f"implementation '{self.name}' has no attention kernel in this version.")
+        target = current_target()
+        return kernels_of(target).forward(problem, operands, driver=self.driver(target))
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        operands: AttentionOperands,
+        out: jax.Array,
+        lse: jax.Array,
+        grad_out: jax.Array,
+        grad_lse: jax.Array,
+    ) -> AttentionOperands:
+        """The cotangents of query, key and value, in their shapes; raises as `forward`."""
+        target = current_target()
+        backward = kernels_of(target).backward
+        if backward is None:  # of the emulated GPU alone: the others refuse the call
+            return blockwise.backward(problem, operands, out, lse, grad_out, grad_lse)
+        return backward(problem, operands, out, lse, grad_out, grad_lse, driver=self.driver(target))
 
 
-fa4 = UnbuiltKernels("fa4")
-emulated = UnbuiltKernels("emulated")
+class EmulatedKernels(AttentionKernels):
+    """The same kernels on the emulated GPU, on JAX's CPU platform: the implementation named "emulated"."""
+
+    name = "emulated"
+
+    def driver(self, target: Target) -> str:
+        """The name of the driver that emulates the target."""
+        return launch.emulated_driver(capability_of(target) or (0, 0))
+
+    def resolve_target(self, target: Target) -> Target:
+        """The emulated GPU: the one that `jax_fa4.target` names, else that of the emulator's options."""
+        if target.architecture is not None:
+            return target
+        try:
+            return Target(target.platform, "sm_" + emulator.architecture().replace(".", ""))
+        except OSError:  # not built, or not loaded: `why_not` says so
+            return target
+
+    def why_not(self, problem: AttentionProblem, target: Target) -> str | None:
+        """None where the kernels take the problem; else one sentence with the remedy."""
+        if target.architecture is None:
+            try:
+                emulator.driver()
+            except OSError as error:
+                return str(error)
+        if architecture_of(target) is None:
+            return (
+                f"the emulated GPU is {target}, and there are attention kernels for {' and '.join(KERNELS)}; trace the "
+                "call under jax_fa4.target('sm_90')."
+            )
+        return self._why_not_launched(problem, target)
+
+    def describe(self, problem: AttentionProblem, target: Target) -> Details:
+        """What the kernels say; gradients by `blockwise` where they have no backward."""
+        details = super().describe(problem, target)
+        if kernels_of(target).backward is None:
+            details.append(("gradients", "by blockwise: these kernels have no backward in this version"))
+        return details
+
+
+fa4 = AttentionKernels()
+emulated = EmulatedKernels()

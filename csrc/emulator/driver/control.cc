@@ -45,6 +45,9 @@ EMULATOR_EXPORT int jax_fa4_emulator_set_option(const char* name, int64_t value)
   return 0;
 }
 
+// Options are of the process; a thread that loads kernels may choose the architecture for itself (0: the option's).
+EMULATOR_EXPORT void jax_fa4_emulator_use_architecture(int architecture) { Device::use_architecture(architecture); }
+
 EMULATOR_EXPORT int jax_fa4_emulator_register_ptx(const void* image, size_t bytes, const char* ptx) {
   if (image == nullptr || ptx == nullptr || bytes == 0)
     return failure(Status::invalid_value, "register_ptx: the image or the text is empty");

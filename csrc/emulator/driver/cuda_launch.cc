@@ -9,7 +9,9 @@
 namespace jax_fa4::emulator {
 namespace {
 
-constexpr int kMaxDynamicShared = 8, kRequiredClusterWidth = 10, kNonPortableCluster = 13;
+// CUfunction_attribute.
+constexpr int kMaxDynamicShared = 8, kRequiredClusterWidth = 11, kRequiredClusterHeight = 12,
+              kRequiredClusterDepth = 13, kNonPortableCluster = 14;
 
 Device& device() { return Device::get(); }
 
@@ -63,9 +65,9 @@ int kernel_attribute(const Kernel& kernel, int attribute) {
       return kernel.max_dynamic_shared;
     case kRequiredClusterWidth:
       return static_cast<int>(kernel.program->required_cluster[0]);
-    case 11:
+    case kRequiredClusterHeight:
       return static_cast<int>(kernel.program->required_cluster[1]);
-    case 12:
+    case kRequiredClusterDepth:
       return static_cast<int>(kernel.program->required_cluster[2]);
     case kNonPortableCluster:
       return kernel.nonportable_cluster;

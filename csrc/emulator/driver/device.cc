@@ -13,6 +13,7 @@ namespace {
 constexpr uint32_t kMaxShared = 232448;  // opt-in, of a CTA: 9.0 and 10.x
 constexpr size_t kKeptStatistics = 4096;
 constexpr size_t kElfHeader = 64;
+thread_local int used_architecture = 0;
 
 // What a target name says of the devices that run it: `a` one, `f` its family, none all that follow.
 bool target_runs_on(const std::string& name, int target, int architecture) {
@@ -28,8 +29,8 @@ std::string shape_text(const Dim3& d) {
 
 }  // namespace
 
-LoadedModule::LoadedModule(std::unique_ptr<Module> loaded, GlobalMemory& memory)
-    : module(std::move(loaded)), memory_(memory) {
+LoadedModule::LoadedModule(std::unique_ptr<Module> loaded, int loaded_for, GlobalMemory& memory)
+    : module(std::move(loaded)), architecture(loaded_for), memory_(memory) {
   for (const Variable& variable : module->variables) {
     void* address = nullptr;
     if (variable.space == Space::global || variable.space == Space::constant) {
@@ -77,8 +78,12 @@ Device& Device::get() {
 
 Options Device::options() const {
   std::lock_guard lock(mutex_);
-  return options_;
+  Options options = options_;
+  if (used_architecture != 0) options.architecture = used_architecture;
+  return options;
 }
+
+void Device::use_architecture(int architecture) { used_architecture = architecture; }
 
 void Device::set_options(const Options& options) {
   std::lock_guard lock(mutex_);
@@ -167,7 +172,7 @@ LoadedModule* Device::load(const void* image) {
     throw Fault(Status::no_binary_for_gpu,
                 "the PTX is for " + module->target_name + ", the emulated device is of compute capability " +
                     std::to_string(architecture / 10) + "." + std::to_string(architecture % 10));
-  auto loaded = std::make_unique<LoadedModule>(std::move(module), memory);
+  auto loaded = std::make_unique<LoadedModule>(std::move(module), architecture, memory);
   std::lock_guard lock(mutex_);
   LoadedModule* handle = loaded.get();
   for (const auto& kernel : handle->kernels) kernels_.insert(kernel.get());
@@ -260,7 +265,9 @@ void Device::launch(const Kernel& kernel, const LaunchShape& given, void* const*
       std::memcpy(bytes.data() + program.params[i].offset, params[i], program.params[i].bytes);
     }
   }
-  Grid grid(program, *kernel.module->module, shape, bytes.data(), memory, options(), kernel.module->addresses);
+  Options chosen = options();
+  chosen.architecture = kernel.module->architecture;
+  Grid grid(program, *kernel.module->module, shape, bytes.data(), memory, chosen, kernel.module->addresses);
   const auto keep = [&] {
     std::string json = statistics_json(grid.statistics(), program);
     std::lock_guard lock(mutex_);

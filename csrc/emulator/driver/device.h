@@ -28,7 +28,7 @@ struct Kernel {
 // What a CUmodule and a CUlibrary point to.
 class LoadedModule {
  public:
-  LoadedModule(std::unique_ptr<Module> module, GlobalMemory& memory);
+  LoadedModule(std::unique_ptr<Module> module, int loaded_for, GlobalMemory& memory);
   ~LoadedModule();
 
   Kernel* find(const std::string& name);
@@ -36,6 +36,7 @@ class LoadedModule {
   void* variable(const std::string& name, uint64_t* bytes) const;
 
   const std::unique_ptr<Module> module;
+  const int architecture;  // of the device that it was loaded for, and that its kernels run on
   std::vector<std::unique_ptr<Kernel>> kernels;
   std::vector<void*> addresses;  // by variable; null: not in global memory
 
@@ -51,6 +52,8 @@ class Device {
 
   Options options() const;
   void set_options(const Options& options);
+  // For the calling thread, the device's architecture whatever the option says; 0: what the option says.
+  static void use_architecture(int architecture);
 
   // All that can fail throw Fault.
   LoadedModule* load(const void* image);

@@ -369,6 +369,8 @@ class Attend:
         for pair in cutlass.range_constexpr(cute.size(pairs)):
             factor = closing[pair % 2][0]
             pairs[pair] = round_pair(self.out[2 * pair] * factor, self.out[2 * pair + 1] * factor, shape.dtype)
+        # A warp's products are done; those of the group's other warps may still read the queries.
+        cute.arch.barrier(barrier_id=STAGED_BARRIER + self.group, number_of_threads=GROUP_THREADS)
         to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), shape.dtype)
         mine = cute.make_tiled_copy_C(to_shared, shape.output_product()).get_slice(self.thread)
         cute.copy(to_shared, mine.retile(rounded), mine.partition_D(context.query[None, None, self.group]))

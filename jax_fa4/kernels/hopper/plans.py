@@ -28,8 +28,8 @@ SCALARS = (
     "interval_stride",
 )
 SIZES = (
-    *("batch", "sections", "items", "head_dim", "head_bytes"),
-    *("query_row_bytes", "key_row_bytes", "query_batch_bytes", "key_batch_bytes"),
+    *("batch", "sections", "items", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
+    *(f"{name}_{what}_bytes" for name in ("query", "key", "value", "out") for what in ("row", "batch")),
 )
 FLOATS = ("scale_log2", "slack", "cap_log2")
 MASKS: tuple[Mask, ...] = ("causal", "window", "intervals", "ids")
@@ -60,34 +60,36 @@ class Tiles:
 FORWARD_TILES = {64: Tiles(3, 128, 2), 96: Tiles(3, 96, 3), 128: Tiles(3, 80, 3)}
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """The head dimension a kernel computes with. Raises PlanError where there is none."""
+def padded_head_dim(head_dim: int, name: str = "head_dim") -> int:
+    """The head dimension a kernel computes with. Raises PlanError, which calls the dimension `name`, where there is
+    none."""
     for padded in FORWARD_TILES:
         if head_dim <= padded and head_dim % 8 == 0 and head_dim > 0:
             return padded
-    raise PlanError(
-        f"forward: head_dim is {head_dim}; the Hopper kernel takes multiples of 8 up to {max(FORWARD_TILES)}."
-    )
+    raise PlanError(f"{name} is {head_dim}; the Hopper kernel takes multiples of 8 up to {max(FORWARD_TILES)}.")
 
 
 def _tensor_maps(dtype: str, head_dim: int, tiles: Tiles) -> tuple[TensorMap, ...]:
-    """(head_dim, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by the rows of one copy."""
+    """(head or value dim, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by a copy's rows.
+
+    What a box has beyond the tensor is filled with zeros, or not written: so dims below the kernel's are padded.
+    """
     box_columns = 64 if head_dim % 64 == 0 else 32
     return tuple(
         TensorMap(
             name=name,
             buffer=name,
             element=dtype,
-            extents=("head_dim", f"{side}_length", heads, "batch"),
-            strides_bytes=(f"{side}_row_bytes", "head_bytes", f"{side}_batch_bytes"),
+            extents=(dim, f"{side}_length", heads, "batch"),
+            strides_bytes=(f"{name}_row_bytes", head_bytes, f"{name}_batch_bytes"),
             box=(box_columns, rows, 1, 1),
             swizzle_bytes=box_columns * DTYPES[dtype],
         )
-        for name, side, heads, rows in (
-            ("query", "query", "heads", GROUP_ROWS),
-            ("key", "key", "kv_heads", tiles.key_tile),
-            ("value", "key", "kv_heads", tiles.key_tile),
-            ("out", "query", "heads", GROUP_ROWS),
+        for name, dim, head_bytes, side, heads, rows in (
+            ("query", "head_dim", "head_bytes", "query", "heads", GROUP_ROWS),
+            ("key", "head_dim", "head_bytes", "key", "kv_heads", tiles.key_tile),
+            ("value", "value_dim", "value_head_bytes", "key", "kv_heads", tiles.key_tile),
+            ("out", "value_dim", "value_head_bytes", "query", "heads", GROUP_ROWS),
         )
     )
 
