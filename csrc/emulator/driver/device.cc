@@ -2,6 +2,7 @@
 #include "device.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <cstring>
 
 #include "../machine/report.h"
@@ -22,6 +23,22 @@ bool target_runs_on(const std::string& name, int target, int architecture) {
   if (kind == 'f') return target / 10 == architecture / 10 && target <= architecture;
   return target <= architecture;
 }
+
+// The host's arithmetic as the emulator expects it, for a scope, and on threads started in it: XLA's threads flush
+// subnormals to zero, which would lose small f16 values.
+class UsualArithmetic {
+ public:
+  UsualArithmetic() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~UsualArithmetic() { std::fesetenv(&before_); }
+  UsualArithmetic(const UsualArithmetic&) = delete;
+  UsualArithmetic& operator=(const UsualArithmetic&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
 
 std::string shape_text(const Dim3& d) {
   return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
@@ -250,6 +267,7 @@ void Device::launch(const Kernel& kernel, const LaunchShape& given, void* const*
   if (program.required_cluster[0] != 0)
     shape.cluster = {program.required_cluster[0], program.required_cluster[1], program.required_cluster[2]};
   check_shape(kernel, shape);
+  const UsualArithmetic arithmetic;
   std::vector<uint8_t> bytes(program.param_bytes + 1, 0);
   if (block != nullptr) {
     if (block_bytes != program.param_bytes)
