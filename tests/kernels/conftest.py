@@ -1,4 +1,4 @@
-"""The emulated GPU for tests of kernels, with every check on."""
+"""The emulated Hopper GPU for tests of kernels, with every check on."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import pytest
 
 import jax_fa4
 from jax_fa4 import emulator
+from tests.emulator.conftest import built_library, gpu
 
-USUAL = {"seed": 0, "sm_count": 132, "completion": "random", "check_races": True, "check_uninitialized": True}
+__all__ = ["built_library", "gpu", "hopper"]
 
 
 @pytest.fixture
-def hopper() -> Iterator[None]:
-    """Calls are traced for an emulated H100."""
-    try:
-        emulator.driver()
-    except FileNotFoundError:
-        pytest.skip("the emulator is not built")
-    emulator.set_options(threads=0, **USUAL)
+def hopper(gpu: None) -> Iterator[None]:
+    """Calls are traced for an emulated H100, which runs on as many host threads as there are."""
+    emulator.set_options(threads=0, stuck_after=4_000_000)
     with jax_fa4.target("sm_90"):
         yield
-    emulator.set_options(**USUAL)
-    emulator.statistics()
