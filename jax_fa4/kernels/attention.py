@@ -84,6 +84,8 @@ class AttentionKernels:
 
     def why_not(self, problem: AttentionProblem, target: Target) -> str | None:
         """None where the target's kernels take the problem; else one sentence with the remedy."""
+        if target.architecture is None:
+            return f"the kernels need an NVIDIA GPU, and the target is {target}; pass implementation='blockwise'."
         if architecture_of(target) is None:
             built = " and ".join(KERNELS)
             return f"there are attention kernels for {built}, not for {target}; pass implementation='blockwise'."
