@@ -106,17 +106,19 @@ class Kernel:
         *params: Any,
         shared: int = 0,
         cluster: Sequence[int] = (1, 1, 1),
+        programmatic: bool = False,
     ) -> None:
         driver = emulator.driver()
         if shared > 48 * 1024:
             check(driver.cuFuncSetAttribute(self._function, 8, shared))
         values = [_c_value(p) for p in params]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*[ctypes.addressof(v) for v in values])
-        attribute = _Attribute(4, 0)
-        attribute.value[:3] = list(cluster)
+        attributes = (_Attribute * 2)(_Attribute(4, 0), _Attribute(6, 0))  # cluster, programmatic stream serialization
+        attributes[0].value[:3] = list(cluster)
+        attributes[1].value[0] = programmatic
         three = ctypes.c_uint32 * 3
         pad = lambda dims: three(*(list(dims) + [1] * (3 - len(dims))))  # noqa: E731
-        config = _Config(pad(grid), pad(block), shared, None, ctypes.pointer(attribute), 1)
+        config = _Config(pad(grid), pad(block), shared, None, attributes, len(attributes))
         check(driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
 

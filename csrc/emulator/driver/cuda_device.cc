@@ -251,7 +251,10 @@ EMULATOR_EXPORT CUresult cuCtxGetApiVersion(Handle, unsigned* version) {
   if (version != nullptr) *version = kDriverVersion;
   return 0;
 }
-EMULATOR_EXPORT CUresult cuCtxSynchronize() { return 0; }
+EMULATOR_EXPORT CUresult cuCtxSynchronize() {
+  Device::get().wait_for_kernels();
+  return 0;
+}
 
 EMULATOR_EXPORT CUresult cuGetErrorName(CUresult error, const char** name) {
   const ErrorText* found = error_text(error);

@@ -76,7 +76,7 @@ int kernel_attribute(const Kernel& kernel, int attribute) {
   }
 }
 
-void launch(Handle function, LaunchShape shape, void** params, void** extra) {
+void launch(Handle function, LaunchShape shape, Handle stream, void** params, void** extra) {
   const Kernel& kernel = *device().check_kernel(function);
   const void* block = nullptr;
   uint64_t bytes = 0;
@@ -85,7 +85,7 @@ void launch(Handle function, LaunchShape shape, void** params, void** extra) {
     if (reinterpret_cast<uintptr_t>(extra[0]) == 1) block = extra[1];
     if (reinterpret_cast<uintptr_t>(extra[0]) == 2) bytes = *static_cast<size_t*>(extra[1]);
   }
-  device().launch(kernel, shape, params, block, bytes);
+  device().launch(kernel, shape, stream, params, block, bytes);
 }
 
 }  // namespace
@@ -199,9 +199,9 @@ EMULATOR_EXPORT CUresult cuFuncGetParamInfo(Handle function, size_t index, size_
 }
 
 EMULATOR_EXPORT CUresult cuLaunchKernel(Handle function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
-                                        unsigned by, unsigned bz, unsigned shared, Handle, void** params,
+                                        unsigned by, unsigned bz, unsigned shared, Handle stream, void** params,
                                         void** extra) {
-  return guarded([&] { launch(function, {{gx, gy, gz}, {bx, by, bz}, {}, shared, false}, params, extra); });
+  return guarded([&] { launch(function, {{gx, gy, gz}, {bx, by, bz}, {}, shared, false}, stream, params, extra); });
 }
 EMULATOR_EXPORT CUresult cuLaunchCooperativeKernel(Handle function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                                                    unsigned by, unsigned bz, unsigned shared, Handle stream,
@@ -222,7 +222,7 @@ EMULATOR_EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, Handle f
       shape.cluster = {attribute.value.cluster.x, attribute.value.cluster.y, attribute.value.cluster.z};
     if (attribute.id == kAttributeProgrammatic) shape.programmatic = attribute.value.flag != 0;
   }
-  return guarded([&] { launch(function, shape, params, extra); });
+  return guarded([&] { launch(function, shape, config->stream, params, extra); });
 }
 
 EMULATOR_EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Handle function, int threads,

@@ -19,7 +19,9 @@ struct Event {
   std::chrono::steady_clock::time_point time = std::chrono::steady_clock::now();
 };
 
+// Of a copy or fill, which waits for the kernels before it in its stream.
 void check_range(CUdeviceptr address, size_t bytes, const char* what) {
+  device().wait_for_kernels();
   if (bytes != 0 && device().memory.find(address, bytes).end == 0)
     throw Fault(Status::invalid_value, std::string(what) + ": " + std::to_string(bytes) +
                                            " bytes at this address do not lie in one allocation of the device");
@@ -43,6 +45,7 @@ EMULATOR_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   return 0;
 }
 EMULATOR_EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
+  device().wait_for_kernels();
   if (address == 0 || device().memory.release(reinterpret_cast<void*>(address))) return 0;
   return failure(Status::invalid_value, "cuMemFree: nothing was allocated at this address");
 }
@@ -81,6 +84,7 @@ EMULATOR_EXPORT CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_
   });
 }
 EMULATOR_EXPORT CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+  device().wait_for_kernels();
   if (bytes != 0) std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
   device().memory.mark_written(to, bytes);
   return 0;
@@ -165,7 +169,10 @@ EMULATOR_EXPORT CUresult cuStreamDestroy_v2(Handle stream) {
   delete static_cast<char*>(stream);
   return 0;
 }
-EMULATOR_EXPORT CUresult cuStreamSynchronize(Handle) { return 0; }
+EMULATOR_EXPORT CUresult cuStreamSynchronize(Handle) {
+  device().wait_for_kernels();
+  return 0;
+}
 EMULATOR_EXPORT CUresult cuStreamQuery(Handle) { return 0; }
 EMULATOR_EXPORT CUresult cuStreamWaitEvent(Handle, Handle, unsigned) { return 0; }
 EMULATOR_EXPORT CUresult cuStreamIsCapturing(Handle, int* status) {
@@ -191,7 +198,7 @@ EMULATOR_EXPORT CUresult cuEventRecord(Handle event, Handle) {
   static_cast<Event*>(event)->time = std::chrono::steady_clock::now();
   return 0;
 }
-EMULATOR_EXPORT CUresult cuEventSynchronize(Handle) { return 0; }
+EMULATOR_EXPORT CUresult cuEventSynchronize(Handle) { return cuStreamSynchronize(nullptr); }
 EMULATOR_EXPORT CUresult cuEventQuery(Handle) { return 0; }
 EMULATOR_EXPORT CUresult cuEventElapsedTime(float* milliseconds, Handle start, Handle end) {
   if (milliseconds == nullptr || start == nullptr || end == nullptr)

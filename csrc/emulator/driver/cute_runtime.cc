@@ -108,8 +108,11 @@ EMULATOR_EXPORT int _cudaLaunchKernel(Handle kernel, int gx, int gy, int gz, int
                                    0};
   return _cudaLaunchKernelEx(&config, kernel, params);
 }
-EMULATOR_EXPORT int _cudaDeviceSynchronize() { return 0; }
-EMULATOR_EXPORT int _cudaStreamSynchronize(Handle) { return 0; }
+EMULATOR_EXPORT int _cudaDeviceSynchronize() {
+  Device::get().wait_for_kernels();
+  return 0;
+}
+EMULATOR_EXPORT int _cudaStreamSynchronize(Handle) { return _cudaDeviceSynchronize(); }
 EMULATOR_EXPORT int _cudaMalloc(void** address, size_t bytes) {
   return cuMemAlloc_v2(reinterpret_cast<CUdeviceptr*>(address), bytes);
 }

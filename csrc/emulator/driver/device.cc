@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint32_t kMaxShared = 232448;  // opt-in, of a CTA: 9.0 and 10.x
 constexpr size_t kKeptStatistics = 4096;
+constexpr size_t kKeptPages = 8192;  // of 4 KiB, whose records take 128 MiB; those of larger kernels are not kept
 constexpr size_t kElfHeader = 64;
 thread_local int used_architecture = 0;
 
@@ -260,8 +261,8 @@ void Device::check_shape(const Kernel& kernel, const LaunchShape& shape) const {
            "grid " + shape_text(shape.grid) + " is not a multiple of cluster " + shape_text(shape.cluster));
 }
 
-void Device::launch(const Kernel& kernel, const LaunchShape& given, void* const* params, const void* block,
-                    uint64_t block_bytes) {
+void Device::launch(const Kernel& kernel, const LaunchShape& given, const void* stream, void* const* params,
+                    const void* block, uint64_t block_bytes) {
   const Program& program = *kernel.program;
   LaunchShape shape = given;
   if (program.required_cluster[0] != 0)
@@ -285,10 +286,17 @@ void Device::launch(const Kernel& kernel, const LaunchShape& given, void* const*
   }
   Options chosen = options();
   chosen.architecture = kernel.module->architecture;
-  Grid grid(program, *kernel.module->module, shape, bytes.data(), memory, chosen, kernel.module->addresses);
+  std::shared_ptr<const GlobalRecord> earlier;
+  if (shape.programmatic) {
+    std::lock_guard lock(mutex_);
+    earlier = last_records_[stream];
+  }
+  Grid grid(program, *kernel.module->module, shape, bytes.data(), memory, chosen, kernel.module->addresses, earlier);
   const auto keep = [&] {
     std::string json = statistics_json(grid.statistics(), program);
+    grid.record->end();
     std::lock_guard lock(mutex_);
+    last_records_[stream] = grid.record->pages() <= kKeptPages ? grid.record : nullptr;
     statistics_.push_back(std::move(json));
     if (statistics_.size() > kKeptStatistics) statistics_.pop_front();
   };
@@ -299,6 +307,11 @@ void Device::launch(const Kernel& kernel, const LaunchShape& given, void* const*
     throw;
   }
   keep();
+}
+
+void Device::wait_for_kernels() {
+  std::lock_guard lock(mutex_);
+  last_records_.clear();
 }
 
 std::string Device::take_statistics() {

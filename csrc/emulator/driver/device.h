@@ -60,9 +60,13 @@ class Device {
   void unload(LoadedModule* module);
   Kernel* check_kernel(const void* handle) const;
   LoadedModule* check_module(const void* handle) const;
-  // `params`: one pointer for each parameter, or null with `block` and `block_bytes` for all of them.
-  void launch(const Kernel& kernel, const LaunchShape& shape, void* const* params, const void* block,
-              uint64_t block_bytes);
+  // `params`: one pointer for each parameter, or null with `block` and `block_bytes` for all of them. `stream` tells
+  // apart what may follow what.
+  void launch(const Kernel& kernel, const LaunchShape& shape, const void* stream, void* const* params,
+              const void* block, uint64_t block_bytes);
+
+  // The host, or a copy in a stream, waited for the kernels so far: none that follows overlaps with them.
+  void wait_for_kernels();
 
   // The PTX text that stands for a cubin.
   void register_ptx(const void* image, uint64_t bytes, std::string ptx);
@@ -87,6 +91,8 @@ class Device {
   std::vector<Registered> registered_;
   std::string last_error_;
   std::deque<std::string> statistics_;
+  // By stream, what its last kernel did to global memory: a programmatic launch may overlap with it.
+  std::map<const void*, std::shared_ptr<const GlobalRecord>> last_records_;
 };
 
 // Counts of a launch as a JSON object: totals, bytes by path, and by warp and loop the instructions of each class.

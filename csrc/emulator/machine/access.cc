@@ -132,11 +132,26 @@ Place resolve(Warp& warp, Space space, uint64_t address, uint32_t bytes, uint32_
   return place;
 }
 
-void acquire_flag(Warp& warp, uint64_t address) {
-  const auto found = warp.cta.cluster.flags.find(address);
-  if (found != warp.cta.cluster.flags.end()) warp.acquire(found->second);
+GlobalAccess global_access(const Warp& warp, const Instruction& i, AccessKind kind, Stamp stamp) {
+  const Cta& cta = warp.cta;
+  const Dim3 grid = cta.grid().shape.grid;
+  GlobalAccess access;
+  access.kind = kind;
+  access.strong = i.order != MemoryOrder::weak;
+  access.scope = i.scope;
+  access.line = i.line;
+  access.cta = cta.index.x + grid.x * (cta.index.y + grid.y * cta.index.z);
+  access.warp = static_cast<uint16_t>(warp.index);
+  access.cluster = cta.cluster.number;
+  access.stamp = stamp;
+  return access;
 }
 
-void release_flag(Warp& warp, uint64_t address) { warp.release_into(warp.cta.cluster.flags[address]); }
+void record_global(Cta& cta, const GlobalAccess& access, const Knowledge& knows, uint64_t address, uint64_t bytes,
+                   const char* what) {
+  if (!cta.grid().options.check_races) return;
+  const GlobalConflict conflict = cta.scheduler().global_view.record(access, knows, address, bytes);
+  if (conflict.kind != Conflict::Kind::none) report_global_conflict(cta.grid(), conflict, access, what);
+}
 
 }  // namespace jax_fa4::emulator

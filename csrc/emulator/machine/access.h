@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cta.h"
+#include "global_record.h"
 
 namespace jax_fa4::emulator {
 
@@ -26,11 +27,13 @@ SharedPlace resolve_shared(Warp& warp, uint64_t address, uint32_t bytes, const c
 // Global memory for asynchronous copies; checks the range and, for reads, that it was written.
 uint8_t* resolve_global(Cta& cta, uint64_t address, uint64_t bytes, bool writes, const char* what);
 
+// An access of global memory by an instruction of a warp, stamped with the warp's own time or an operation's.
+GlobalAccess global_access(const Warp& warp, const Instruction& i, AccessKind kind, Stamp stamp);
+// Records an access of global memory and reports a conflict. `knows`: what its agent knows.
+void record_global(Cta& cta, const GlobalAccess& access, const Knowledge& knows, uint64_t address, uint64_t bytes,
+                   const char* what);
+
 // What a warp's own loads and stores are for the record.
 inline Actor actor_of(const Warp& warp) { return {warp.stamp(), &warp.knows, false}; }
-
-// Synchronisation through a flag in memory.
-void acquire_flag(Warp& warp, uint64_t address);
-void release_flag(Warp& warp, uint64_t address);
 
 }  // namespace jax_fa4::emulator

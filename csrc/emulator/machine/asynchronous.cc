@@ -13,8 +13,8 @@ Operation start_operation(Warp& warp, Agent agent) {
   return operation;
 }
 
-Agent barrier_agent(Cta& cta, uint32_t offset) {
-  MemoryBarrier& barrier = cta.mbarrier(offset);
+Agent barrier_agent(const Warp& warp, Cta& cta, uint32_t offset) {
+  MemoryBarrier& barrier = cta.mbarrier(offset, warp);
   if (barrier.channel == 0)
     barrier.channel = cta.cluster.new_agent("the asynchronous work that completes on the mbarrier at " +
                                             shared_name(cta, offset) + " of " + cta_name(cta));

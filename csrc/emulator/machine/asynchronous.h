@@ -17,8 +17,8 @@ struct Operation {
 
 // An operation of `agent`, issued by a warp.
 Operation start_operation(Warp& warp, Agent agent);
-// The agent of the copies that complete on the mbarrier at this place.
-Agent barrier_agent(Cta& cta, uint32_t offset);
+// The agent of the copies that complete on the mbarrier at this place, for one that a warp starts.
+Agent barrier_agent(const Warp& warp, Cta& cta, uint32_t offset);
 // An agent of a warp, made when first used.
 Agent warp_agent(Warp& warp, Agent& agent, const char* what);
 // What those who wait for the operation learn.

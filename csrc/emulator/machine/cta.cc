@@ -30,6 +30,19 @@ MemoryBarrier& Cta::mbarrier(uint32_t offset) {
   return found->second;
 }
 
+MemoryBarrier& Cta::mbarrier(uint32_t offset, const Warp& user) {
+  MemoryBarrier& barrier = mbarrier(offset);
+  const Stamp made = barrier.initialized;
+  if (!grid().options.check_races || made.agent == user.agent || user.knows.happened.at(made.agent) >= made.time ||
+      user.knows.initialized.at(made.agent) >= made.time)
+    return barrier;
+  throw Fault(Status::launch_failed,
+              "the mbarrier at " + shared_name(*this, offset) + " of " + cta_name(*this) +
+                  " is used, but nothing orders this after its mbarrier.init by " + cluster.agent_name(made.agent) +
+                  ": a CTA's threads need a barrier, other CTAs a cluster barrier that releases, or that comes after "
+                  "fence.mbarrier_init");
+}
+
 void Cta::arrive(uint32_t offset, int64_t arrivals, int64_t bytes, const Knowledge& knows, const std::string& who) {
   MemoryBarrier& barrier = mbarrier(offset);
   barrier.pending -= arrivals;
@@ -65,10 +78,10 @@ void Cta::write_shared(uint32_t offset, uint32_t bytes, const Actor& actor, cons
 }
 
 void Cta::atomic_shared(uint32_t offset, uint32_t bytes, const Actor& actor) {
-  const Conflict conflict = shared.read(offset, bytes, actor);
-  if (conflict.kind == Conflict::Kind::uninitialized)
-    report_shared_conflict(*this, conflict, actor, "an atomic operation");
-  shared.write(offset, bytes, actor);
+  Actor strong = actor;
+  strong.strong = true;
+  read_shared(offset, bytes, strong, "an atomic operation");
+  write_shared(offset, bytes, strong, "an atomic operation");
 }
 
 // -------------------------------------------------------------------------------------------------------------
@@ -76,7 +89,7 @@ void Cta::atomic_shared(uint32_t offset, uint32_t bytes, const Actor& actor) {
 
 Cluster::Cluster(Grid& owner, Scheduler& runs_on, uint64_t cluster_number)
     : grid(owner), scheduler(runs_on), number(cluster_number) {
-  new_agent("nobody");
+  new_agent("kernels that were launched before");  // kEarlierKernels
   const Dim3 size = grid.shape.cluster;
   const Dim3 at = grid.cluster_index(number);
   for (uint32_t rank = 0; rank < size.product(); rank++) {

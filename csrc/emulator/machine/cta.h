@@ -6,9 +6,9 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
+#include "flags.h"
 #include "options.h"
 #include "shared_memory.h"
 #include "tensor_memory.h"
@@ -35,6 +35,7 @@ struct MemoryBarrier {
   Knowledge completed;       // of the phases that ended
   std::string last_arrival;  // for reports
   Agent channel = 0;         // of asynchronous work that completes here; 0: none yet
+  Stamp initialized;         // by whom, when
 };
 
 // bar.sync and friends: ids 0..15.
@@ -62,6 +63,7 @@ class Cta {
   NamedBarrier barriers[16];
   std::vector<std::unique_ptr<Warp>> warps;
   int warps_left = 0;
+  Flags flags;             // of CTA scope
   int free_registers = 0;  // of the SM, beyond what the warps hold (setmaxnreg)
 
   Grid& grid() const;
@@ -70,6 +72,8 @@ class Cta {
 
   // The barrier at a shared offset. Throws Fault if there is none.
   MemoryBarrier& mbarrier(uint32_t offset);
+  // The same, for a use by a warp of the cluster, which the initialisation must be ordered before.
+  MemoryBarrier& mbarrier(uint32_t offset, const Warp& user);
   // Arrivals and bytes come off; ends the phase if due. `knows`: what the arriving agent knew.
   void arrive(uint32_t offset, int64_t arrivals, int64_t bytes, const Knowledge& knows, const std::string& who);
   void expect_bytes(uint32_t offset, int64_t bytes);
@@ -77,7 +81,7 @@ class Cta {
   // Records an access of shared memory and reports a conflict.
   void read_shared(uint32_t offset, uint32_t bytes, const Actor& actor, const char* what);
   void write_shared(uint32_t offset, uint32_t bytes, const Actor& actor, const char* what);
-  // An atomic operation: it races with nothing atomic, but must find something written.
+  // An atomic operation: it races with nothing strong, but must find something written.
   void atomic_shared(uint32_t offset, uint32_t bytes, const Actor& actor);
 };
 
@@ -105,8 +109,7 @@ class Cluster {
   // The next time of an agent that is no warp.
   uint32_t tick(Agent agent) { return ++agent_times_[agent]; }
   uint32_t time_of(Agent agent) const { return agent_times_[agent]; }
-  // What was known at flags in global or shared memory that this cluster's warps synchronise through.
-  std::unordered_map<uint64_t, Knowledge> flags;
+  Flags flags;  // of cluster scope
   bool finished() const { return ctas_left == 0 && pending_events == 0; }
   void wake(const Wait& wait);
 

@@ -85,7 +85,25 @@ EMULATOR_HANDLER(execute_barrier) {
   return Flow::next;
 }
 
-// mode: 0 arrive, 1 wait.
+namespace {
+
+// Without release, an arrival tells of the barriers whose initialisation was fenced, and what was known at the last
+// memory fence; without acquire, a wait learns at the next one.
+void arrive_relaxed(Warp& warp, Knowledge& told) {
+  constexpr size_t kLevel = static_cast<size_t>(MemoryScope::cluster);
+  told.initialized.join(warp.knows.initialized);
+  if (warp.fences != nullptr && warp.fences->has_released[kLevel]) told.join(warp.fences->released[kLevel]);
+}
+
+void wait_relaxed(Warp& warp, const Knowledge& told) {
+  warp.knows.initialized.join(told.initialized);
+  if (warp.fences == nullptr) warp.fences = std::make_unique<FenceState>();
+  warp.fences->seen[static_cast<size_t>(MemoryScope::cluster)].join(told);
+}
+
+}  // namespace
+
+// mode: 0 arrive, 1 wait; flags 1: relaxed.
 EMULATOR_HANDLER(execute_cluster_barrier) {
   if (!warp.converged(0xffffffffu, lanes)) return warp.block({Wait::Kind::reconvergence, 0xffffffffu});
   Cluster& cluster = warp.cta.cluster;
@@ -94,7 +112,10 @@ EMULATOR_HANDLER(execute_cluster_barrier) {
       throw Fault(Status::launch_failed, "a warp arrives at the cluster barrier twice without waiting for it");
     warp.cluster_arrived = true;
     warp.cluster_phase = cluster.barrier_phase;
-    warp.release_into(cluster.barrier_knowledge);
+    if (i.flags == 0)
+      warp.release_into(cluster.barrier_knowledge);
+    else
+      arrive_relaxed(warp, cluster.barrier_knowledge);
     cluster.barrier_arrived++;
     cluster.check_barrier();
     return Flow::next;
@@ -103,7 +124,10 @@ EMULATOR_HANDLER(execute_cluster_barrier) {
     throw Fault(Status::launch_failed, "a warp waits for the cluster barrier at which it has not arrived");
   if (cluster.barrier_phase == warp.cluster_phase) return warp.block({Wait::Kind::cluster_barrier, 0});
   warp.cluster_arrived = false;
-  warp.acquire(cluster.barrier_completed);
+  if (i.flags == 0)
+    warp.acquire(cluster.barrier_completed);
+  else
+    wait_relaxed(warp, cluster.barrier_completed);
   return Flow::next;
 }
 
@@ -136,6 +160,7 @@ EMULATOR_HANDLER(execute_mbarrier_init) {
     barrier.channel = channel;
     barrier.expected = static_cast<uint32_t>(count);
     barrier.pending = count;
+    barrier.initialized = warp.stamp();
   }
   warp.cta.scheduler().progress();
   return Flow::next;
@@ -145,7 +170,7 @@ EMULATOR_HANDLER(execute_mbarrier_invalidate) {
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const SharedPlace place = barrier_place(warp, i, lane);
-    place.cta->mbarrier(place.offset);
+    place.cta->mbarrier(place.offset, warp);
     place.cta->mbarriers.erase(place.offset);
   }
   return Flow::next;
@@ -160,7 +185,7 @@ EMULATOR_HANDLER(execute_mbarrier_arrive) {
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const SharedPlace place = barrier_place(warp, i, lane);
-    MemoryBarrier& barrier = place.cta->mbarrier(place.offset);
+    MemoryBarrier& barrier = place.cta->mbarrier(place.offset, warp);
     state[lane] = static_cast<uint32_t>(barrier.phase);
     state[lane + kLanes] = static_cast<uint32_t>(barrier.pending);
     const uint32_t operand = warp.source(i.b)[lane];
@@ -177,6 +202,7 @@ EMULATOR_HANDLER(execute_mbarrier_expect) {
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const SharedPlace place = barrier_place(warp, i, lane);
+    place.cta->mbarrier(place.offset, warp);
     place.cta->expect_bytes(place.offset, warp.source(i.b)[lane]);
   }
   return Flow::next;
@@ -188,6 +214,7 @@ EMULATOR_HANDLER(execute_mbarrier_complete) {
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const SharedPlace place = barrier_place(warp, i, lane);
+    place.cta->mbarrier(place.offset, warp);
     place.cta->arrive(place.offset, 0, warp.source(i.b)[lane], mine, who(warp, i));
   }
   return Flow::next;
@@ -211,7 +238,7 @@ EMULATOR_HANDLER(execute_mbarrier_wait) {
     const SharedPlace place = barrier_place(warp, i, lane);
     if (place.cta != &warp.cta)
       throw Fault(Status::illegal_address, "an mbarrier of another CTA can be arrived at, but not waited for");
-    MemoryBarrier& barrier = place.cta->mbarrier(place.offset);
+    MemoryBarrier& barrier = place.cta->mbarrier(place.offset, warp);
     if (phase_ended(barrier, warp, i, lane)) {
       ended |= 1u << lane;
       warp.acquire(barrier.completed);
@@ -259,7 +286,10 @@ EMULATOR_HANDLER(execute_set_registers) {
   return Flow::next;
 }
 
-// Launches follow each other one by one, so what came before is always complete.
-EMULATOR_HANDLER(execute_dependency) { return Flow::next; }
+// Launches follow each other one by one, so what came before is always complete; mode 0, wait: it is known to be.
+EMULATOR_HANDLER(execute_dependency) {
+  if (i.mode == 0) warp.knows.happened.raise(kEarlierKernels, 1);
+  return Flow::next;
+}
 
 }  // namespace jax_fa4::emulator

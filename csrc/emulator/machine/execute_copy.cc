@@ -56,6 +56,9 @@ EMULATOR_HANDLER(execute_copy_async) {
     const uint64_t address = warp.address(i.second, lane);
     const uint8_t* from =
         take == 0 ? nullptr : resolve(warp, Space::global, address, take, take == bytes ? bytes : 1, lane, false).data;
+    if (take != 0)
+      record_global(warp.cta, global_access(warp, i, AccessKind::read, operation.stamp), *operation.knows, address,
+                    take, "cp.async");
     to.cta->write_shared(to.offset, bytes, actor, "cp.async");
     parts.push_back({to.cta->shared.data() + to.offset, from, take});
   }
@@ -120,7 +123,8 @@ EMULATOR_HANDLER(execute_copy_arrive) {
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const SharedPlace place = resolve_shared(warp, warp.address(i, lane), 8, "cp.async.mbarrier.arrive");
-    if ((i.flags & 1) == 0) place.cta->mbarrier(place.offset).pending++;
+    MemoryBarrier& barrier = place.cta->mbarrier(place.offset, warp);
+    if ((i.flags & 1) == 0) barrier.pending++;
     arrivals->places.push_back(place);
   }
   warp.release_into(arrivals->knows);
@@ -143,20 +147,54 @@ EMULATOR_HANDLER(execute_bulk_wait) {
   for (int lane = 0; lane < kLanes; lane++)
     if (((lanes >> lane) & 1) != 0 && !warp.bulk[lane].done(i.immediate, (i.flags & 1) != 0))
       return warp.block({Wait::Kind::bulk_group, 0});
-  for (int lane = 0; lane < kLanes; lane++)
-    if (((lanes >> lane) & 1) != 0) warp.knows.happened.raise(warp.bulk_agent, warp.bulk[lane].acquire(i.immediate));
+  for (int lane = 0; lane < kLanes; lane++) {
+    if (((lanes >> lane) & 1) == 0) continue;
+    GroupQueue& queue = warp.bulk[lane];
+    if ((i.flags & 1) == 0) warp.knows.happened.raise(warp.bulk_write_agent, queue.writes(i.immediate));
+    warp.knows.happened.raise(warp.bulk_agent, queue.acquire(i.immediate));
+  }
   return Flow::next;
 }
 
 namespace {
 
+// A copy of a bulk group: its read of shared memory, and its write of global memory, which is over later.
+struct BulkOperation {
+  Operation read;
+  GlobalAccess write;
+  // Records what is written to global memory.
+  void record(Cta& cta, uint64_t address, uint64_t bytes, const char* what) const {
+    record_global(cta, write, *read.knows, address, bytes, what);
+  }
+};
+
+BulkOperation start_bulk(Warp& warp, const Instruction& i, bool reduces) {
+  BulkOperation bulk;
+  bulk.read = start_operation(warp, warp_agent(warp, warp.bulk_agent, "bulk groups"));
+  const Agent writer = warp_agent(warp, warp.bulk_write_agent, "writes of bulk groups");
+  const Stamp stamp{writer, warp.cta.cluster.tick(writer)};
+  bulk.write = global_access(warp, i, reduces ? AccessKind::reduce : AccessKind::write, stamp);
+  bulk.write.strong = reduces;  // relaxed, of device scope
+  bulk.write.scope = MemoryScope::gpu;
+  bulk.write.asynchronous = true;
+  return bulk;
+}
+
+// A read of global memory by an operation of the async proxy.
+GlobalAccess bulk_read(const Warp& warp, const Instruction& i, const Operation& operation) {
+  GlobalAccess access = global_access(warp, i, AccessKind::read, operation.stamp);
+  access.asynchronous = true;
+  return access;
+}
+
 // Joins an operation to the open bulk group of a lane; `read` runs when the source is read, `write` when all is done.
-void in_bulk_group(Warp& warp, int lane, const Operation& operation, std::function<void()> read,
+void in_bulk_group(Warp& warp, int lane, const BulkOperation& bulk, std::function<void()> read,
                    std::function<void()> write) {
   GroupQueue& queue = warp.bulk[lane];
   queue.open().unread++;
   queue.open().unfinished++;
-  queue.open().last_time = operation.stamp.time;
+  queue.open().last_time = bulk.read.stamp.time;
+  queue.open().write_time = bulk.write.stamp.time;
   const uint64_t number = queue.open_number();
   Warp* issuer = &warp;
   Cluster* cluster = &warp.cta.cluster;
@@ -223,14 +261,15 @@ EMULATOR_HANDLER(execute_bulk_copy) {
     const uint32_t bytes = warp.source(i.b)[lane];
     check_bulk(from, to, bytes, "a bulk copy");
     if (i.mode == 2) {
-      const Operation operation = start_operation(warp, warp_agent(warp, warp.bulk_agent, "bulk groups"));
+      const BulkOperation bulk = start_bulk(warp, i, false);
       const SharedPlace source = resolve_shared(warp, from, bytes, "a bulk copy");
       uint8_t* target = resolve_global(warp.cta, to, bytes, true, "a bulk copy");
-      source.cta->read_shared(source.offset, bytes, operation.actor(), "a bulk copy");
+      source.cta->read_shared(source.offset, bytes, bulk.read.actor(), "a bulk copy");
+      bulk.record(warp.cta, to, bytes, "a bulk copy");
       counts.bulk_out += bytes;
       const auto data = staged(bytes);
       in_bulk_group(
-          warp, lane, operation, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
+          warp, lane, bulk, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
           [=] { std::memcpy(target, data->data(), bytes); });
       continue;
     }
@@ -244,7 +283,9 @@ EMULATOR_HANDLER(execute_bulk_copy) {
       shared_source = resolve_shared(warp, from, bytes, "a bulk copy");
     for (Cta* cta : destinations(warp, i, lane, named.cta)) {
       Cta* counter = barrier_cta(warp, i, cta, barrier.cta);
-      const Operation operation = start_operation(warp, barrier_agent(*counter, barrier.offset));
+      const Operation operation = start_operation(warp, barrier_agent(warp, *counter, barrier.offset));
+      if (i.mode == 0)
+        record_global(warp.cta, bulk_read(warp, i, operation), *operation.knows, from, bytes, "a bulk copy");
       if (i.mode == 1) {
         shared_source.cta->read_shared(shared_source.offset, bytes, operation.actor(), "a bulk copy");
         source = shared_source.cta->shared.data() + shared_source.offset;
@@ -276,13 +317,14 @@ EMULATOR_HANDLER(execute_bulk_reduce) {
     const auto data = staged(bytes);
     Grid* grid = &warp.cta.grid();
     if (i.mode == 2) {
-      const Operation operation = start_operation(warp, warp_agent(warp, warp.bulk_agent, "bulk groups"));
-      source.cta->read_shared(source.offset, bytes, operation.actor(), "a bulk reduction");
+      const BulkOperation bulk = start_bulk(warp, i, true);
+      source.cta->read_shared(source.offset, bytes, bulk.read.actor(), "a bulk reduction");
       resolve_global(warp.cta, to, bytes, false, "a bulk reduction");
       uint8_t* target = resolve_global(warp.cta, to, bytes, true, "a bulk reduction");
+      bulk.record(warp.cta, to, bytes, "a bulk reduction");
       counts.bulk_out += bytes;
       in_bulk_group(
-          warp, lane, operation, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
+          warp, lane, bulk, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
           [=] {
             std::lock_guard lock(grid->atomics);
             reduce_elements(reduction, element, target, data->data(), bytes);
@@ -291,7 +333,7 @@ EMULATOR_HANDLER(execute_bulk_reduce) {
     }
     const SharedPlace target = resolve_shared(warp, to, bytes, "a bulk reduction");
     const SharedPlace barrier = barrier_operand(warp, i.third, lane);
-    const Operation operation = start_operation(warp, barrier_agent(*barrier.cta, barrier.offset));
+    const Operation operation = start_operation(warp, barrier_agent(warp, *barrier.cta, barrier.offset));
     source.cta->read_shared(source.offset, bytes, operation.actor(), "a bulk reduction");
     target.cta->atomic_shared(target.offset, bytes, operation.actor());
     counts.peer += bytes;
@@ -338,6 +380,12 @@ void check_rows(Warp& warp, const Box& box, uint32_t offset, bool writes) {
   });
 }
 
+void record_rows(Cta& cta, const GlobalAccess& access, const Knowledge& knows, const Box& box, uint32_t offset) {
+  walk_box_rows(box.map, box.coordinates, offset, [&](const BoxRow& row) {
+    if (row.global_bytes != 0) record_global(cta, access, knows, row.global_address, row.global_bytes, "a tensor copy");
+  });
+}
+
 void copy_in(Cta& cta, const Box& box, uint32_t offset) {
   uint8_t* shared = cta.shared.data();
   walk_box(box.map, box.coordinates, offset, [&](const BoxRun& run) {
@@ -363,7 +411,8 @@ EMULATOR_HANDLER(execute_tensor_load) {
     check_rows(warp, box, named.offset, false);
     for (Cta* cta : destinations(warp, i, lane, named.cta)) {
       Cta* counter = barrier_cta(warp, i, cta, barrier.cta);
-      const Operation operation = start_operation(warp, barrier_agent(*counter, barrier.offset));
+      const Operation operation = start_operation(warp, barrier_agent(warp, *counter, barrier.offset));
+      record_rows(warp.cta, bulk_read(warp, i, operation), *operation.knows, box, named.offset);
       // Whole boxes are contiguous, whatever the swizzle.
       cta->write_shared(named.offset, bytes, operation.actor(), "a tensor copy");
       warp.cta.scheduler().counts.tensor_copy_in += bytes;
@@ -376,6 +425,26 @@ EMULATOR_HANDLER(execute_tensor_load) {
   }
   return Flow::next;
 }
+
+namespace {
+
+// Whether a lane before this one copies the same box from the same place: a warp of which no thread was elected. It is
+// carried out once a lane, and counted once.
+bool repeats(const Warp& warp, const Instruction& i, uint32_t lanes, int lane) {
+  const Slot* list = warp.list(i);
+  for (int other = 0; other < lane; other++) {
+    if (((lanes >> other) & 1) == 0 || warp.address(i, other) != warp.address(i, lane) ||
+        warp.address(i.second, other) != warp.address(i.second, lane))
+      continue;
+    bool same = true;
+    for (uint32_t d = 0; d < i.list_count; d++)
+      same = same && warp.source(list[d])[other] == warp.source(list[d])[lane];
+    if (same) return true;
+  }
+  return false;
+}
+
+}  // namespace
 
 // a: source; second: tensor map; list: coordinates; mode 1: reduce by `immediate`.
 EMULATOR_HANDLER(execute_tensor_store) {
@@ -395,13 +464,14 @@ EMULATOR_HANDLER(execute_tensor_store) {
       check_rows(warp, box, source.offset, false);
     }
     check_rows(warp, box, source.offset, true);
-    const Operation operation = start_operation(warp, warp_agent(warp, warp.bulk_agent, "bulk groups"));
-    source.cta->read_shared(source.offset, bytes, operation.actor(), "a tensor copy");
-    warp.cta.scheduler().counts.tensor_copy_out += bytes;
+    const BulkOperation bulk = start_bulk(warp, i, reduces);
+    source.cta->read_shared(source.offset, bytes, bulk.read.actor(), "a tensor copy");
+    record_rows(warp.cta, bulk.write, *bulk.read.knows, box, source.offset);
+    if (!repeats(warp, i, lanes, lane)) warp.cta.scheduler().counts.tensor_copy_out += bytes;
     const auto data = staged(bytes);
     Grid* grid = &warp.cta.grid();
     in_bulk_group(
-        warp, lane, operation, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
+        warp, lane, bulk, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
         [=] {
           std::unique_lock lock(grid->atomics, std::defer_lock);
           if (reduces) lock.lock();
@@ -432,7 +502,7 @@ EMULATOR_HANDLER(execute_store_async) {
     const SharedPlace barrier = barrier_operand(warp, i.third, lane);
     if (barrier.cta != to.cta)
       throw Fault(Status::launch_failed, "st.async writes to one CTA and signals an mbarrier of another");
-    const Operation operation = start_operation(warp, barrier_agent(*barrier.cta, barrier.offset));
+    const Operation operation = start_operation(warp, barrier_agent(warp, *barrier.cta, barrier.offset));
     const auto data = staged(bytes);
     for (uint32_t at = 0; at < i.list_count; at++) {
       const uint64_t value = element == 8 ? warp.wide_source(list[at], lane) : warp.source(list[at])[lane];
@@ -483,7 +553,7 @@ EMULATOR_HANDLER(execute_cluster_launch) {
     for (const auto& cta : warp.cta.cluster.ctas) targets.push_back(cta.get());
   }
   for (Cta* cta : targets) {
-    const Operation operation = start_operation(warp, barrier_agent(*cta, barrier.offset));
+    const Operation operation = start_operation(warp, barrier_agent(warp, *cta, barrier.offset));
     cta->write_shared(to.offset, 16, operation.actor(), "clusterlaunchcontrol");
     const std::string who = line_name("clusterlaunchcontrol", i);
     const std::array<uint32_t, 4> words{answer[0], answer[1], answer[2], answer[3]};

@@ -46,6 +46,39 @@ void count_shared(Warp& warp, const uint32_t* offsets, uint32_t lanes, uint32_t 
 
 bool synchronizes(const Instruction& i) { return i.order != MemoryOrder::weak; }
 
+// The name of a flag: shared memory by its place in the cluster, whichever window it is named through.
+uint64_t flag_address(const Place& place, uint64_t address) {
+  return place.owner == nullptr ? address : kSharedWindow + (uint64_t{place.owner->rank} << kRankShift) + place.offset;
+}
+
+// Lanes that touch global memory: where, and how many bytes each.
+struct GlobalLanes {
+  uint64_t address[kLanes];
+  uint32_t lanes = 0;
+  bool repeats = true;  // all of them write what is there already
+
+  void add(int lane, uint64_t at) {
+    address[lane] = at;
+    lanes |= 1u << lane;
+  }
+  // Records them, neighbours together.
+  void record(Warp& warp, const Instruction& i, AccessKind kind, uint32_t bytes, const char* what) const {
+    if (lanes == 0 || !warp.cta.grid().options.check_races) return;
+    GlobalAccess access = global_access(warp, i, kind, warp.stamp());
+    access.repeats = repeats && kind == AccessKind::write;
+    for (int lane = 0; lane < kLanes; lane++) {
+      if (((lanes >> lane) & 1) == 0) continue;
+      const uint64_t begin = address[lane];
+      uint64_t size = bytes;
+      while (lane + 1 < kLanes && ((lanes >> (lane + 1)) & 1) != 0 && address[lane + 1] == begin + size) {
+        size += bytes;
+        lane++;
+      }
+      record_global(warp.cta, access, warp.knows, begin, size, what);
+    }
+  }
+};
+
 uint64_t element_of(const uint8_t* data, uint32_t bytes) {
   uint64_t value = 0;
   std::memcpy(&value, data, bytes);
@@ -72,14 +105,17 @@ void put_loaded(const Instruction& i, const uint8_t* data, uint32_t* plane) {
 
 EMULATOR_HANDLER(execute_load) {
   const uint32_t element = static_cast<uint32_t>(type_bits(i.type)) / 8, bytes = element * i.vector;
-  const Actor actor = actor_of(warp);
+  Actor actor = actor_of(warp);
+  actor.strong = synchronizes(i);
   alignas(16) uint8_t data[kLanes][32];
   uint32_t offsets[kLanes] = {}, shared_lanes = 0;
+  GlobalLanes global;
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const uint64_t address = warp.address(i, lane);
-    if (synchronizes(i)) acquire_flag(warp, address);
     const Place place = resolve(warp, i.space, address, bytes, bytes, lane, false);
+    if (synchronizes(i)) read_flag(warp, flag_address(place, address), i.order, i.scope);
+    if (place.is_global) global.add(lane, address);
     if (place.owner != nullptr) {
       place.owner->read_shared(place.offset, bytes, actor, "a load");
       offsets[lane] = place.offset;
@@ -87,6 +123,7 @@ EMULATOR_HANDLER(execute_load) {
     }
     std::memcpy(data[lane], place.data, bytes);
   }
+  global.record(warp, i, AccessKind::read, bytes, "a load");
   if (shared_lanes != 0) count_shared(warp, offsets, shared_lanes, bytes, false);
   if (synchronizes(i)) warp.yield = true;  // the kernel may be polling
   const Slot* list = warp.list(i);
@@ -117,27 +154,38 @@ EMULATOR_HANDLER(execute_load_param) {
 EMULATOR_HANDLER(execute_store) {
   const uint32_t element = static_cast<uint32_t>(type_bits(i.type)) / 8, bytes = element * i.vector;
   const Slot* list = warp.list(i);
-  const Actor actor = actor_of(warp);
+  Actor actor = actor_of(warp);
+  actor.strong = synchronizes(i);
   const uint32_t* planes[8];
   uint32_t count = 0;
   const uint32_t per_element = std::max(1u, element / 4);
   for (uint32_t at = 0; at < i.list_count; at++)
     for (uint32_t plane = 0; plane < per_element; plane++) planes[count++] = warp.source(list[at]) + plane * kLanes;
   uint32_t offsets[kLanes] = {}, shared_lanes = 0;
+  uint64_t flags[kLanes];
+  GlobalLanes global;
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const uint64_t address = warp.address(i, lane);
     const Place place = resolve(warp, i.space, address, bytes, bytes, lane, true);
+    if (place.is_global) global.add(lane, address);
     if (place.owner != nullptr) {
       place.owner->write_shared(place.offset, bytes, actor, "a store");
       offsets[lane] = place.offset;
       shared_lanes |= 1u << lane;
     }
+    if (synchronizes(i)) flags[lane] = flag_address(place, address);
     uint8_t* to = place.data;
-    for (uint32_t at = 0; at < count; at++, to += std::min(element, 4u))
+    for (uint32_t at = 0; at < count; at++, to += std::min(element, 4u)) {
+      if (place.is_global)
+        global.repeats = global.repeats && std::memcmp(to, &planes[at][lane], std::min(element, 4u)) == 0;
       std::memcpy(to, &planes[at][lane], std::min(element, 4u));
-    if (synchronizes(i)) release_flag(warp, address);
+    }
   }
+  global.record(warp, i, AccessKind::write, bytes, "a store");
+  if (synchronizes(i))
+    for (int lane = 0; lane < kLanes; lane++)
+      if (((lanes >> lane) & 1) != 0) write_flag(warp, flags[lane], i.order, i.scope);
   if (shared_lanes != 0) count_shared(warp, offsets, shared_lanes, bytes, true);
   warp.cta.scheduler().progress();
   return Flow::next;
@@ -225,12 +273,14 @@ EMULATOR_HANDLER(execute_atomic) {
   const Actor actor = actor_of(warp);
   uint32_t results[8][2 * kLanes] = {};
   bool changed = false;
+  const GlobalAccess access = global_access(warp, i, AccessKind::reduce, warp.stamp());
   std::lock_guard lock(warp.cta.grid().atomics);
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const uint64_t address = warp.address(i, lane);
-    acquire_flag(warp, address);
     const Place place = resolve(warp, i.space, address, bytes * count, bytes * count, lane, true);
+    read_flag(warp, flag_address(place, address), i.order, i.scope);
+    if (place.is_global) record_global(warp.cta, access, warp.knows, address, bytes * count, "an atomic operation");
     if (place.owner != nullptr) place.owner->atomic_shared(place.offset, bytes * count, actor);
     for (uint32_t at = 0; at < count; at++) {
       const uint64_t old = element_of(place.data + at * bytes, bytes);
@@ -242,7 +292,7 @@ EMULATOR_HANDLER(execute_atomic) {
       results[at][lane] = static_cast<uint32_t>(old);
       results[at][lane + kLanes] = static_cast<uint32_t>(old >> 32);
     }
-    release_flag(warp, address);
+    write_flag(warp, flag_address(place, address), i.order, i.scope);
   }
   if (i.flags & 1)
     for (uint32_t at = 0; at < count; at++) warp.write(list[count + at], results[at], is_wide ? 2 : 1, lanes);
@@ -313,13 +363,18 @@ EMULATOR_HANDLER(execute_cta_rank) {
   return Flow::next;
 }
 
-// mode 1: fence.proxy.async: what this warp knows becomes visible to the asynchronous proxy.
+// mode 1: fence.proxy.async: what this warp knows becomes visible to the asynchronous proxy, in shared memory (flags 1)
+// and in global memory (flags 2); 2: a memory fence; 3: fence.mbarrier_init.
 EMULATOR_HANDLER(execute_fence) {
-  if (i.mode == 1) {
-    warp.knows.happened.raise(warp.agent, warp.time);
-    warp.knows.fenced.join(warp.knows.happened);
-    warp.time++;
+  if (i.mode == 2) {
+    fence_memory(warp, i.scope);
+    return Flow::next;
   }
+  warp.knows.happened.raise(warp.agent, warp.time);
+  if (i.mode == 1 && (i.flags & 1) != 0) warp.knows.fenced.join(warp.knows.happened);
+  if (i.mode == 1 && (i.flags & 2) != 0) warp.knows.fence_global();
+  if (i.mode == 3) warp.knows.initialized.raise(warp.agent, warp.time);
+  warp.time++;
   return Flow::next;
 }
 

@@ -9,6 +9,7 @@
 #include "asynchronous.h"
 #include "grid.h"
 #include "handlers.h"
+#include "lane_functions.h"
 #include "matrix_operand.h"
 #include "report.h"
 #include "scheduler.h"
@@ -128,6 +129,30 @@ void each_part(const TensorAccess& access, uint32_t address, Touch touch) {
 
 }  // namespace
 
+namespace {
+
+// The least or greatest of a thread's registers, by the instruction's type codes.
+void reduce_registers(const Instruction& i, uint32_t* const* registers, uint32_t* result) {
+  const MinMaxOptions options{false, (i.type_code_b & kPropagateNan) != 0, false, (i.type_code_b & kAbsolute) != 0};
+  const bool least = i.type_code_a == 1;
+  for (int lane = 0; lane < kLanes; lane++) {
+    uint32_t found = registers[0][lane];
+    if (i.type_code_b & kAbsolute) found &= 0x7fffffffu;
+    for (uint32_t r = 1; r < i.list_count; r++) {
+      const uint32_t next = registers[r][lane];
+      if (i.type == Type::f32) {
+        found = least ? min_f32(found, next, options) : max_f32(found, next, options);
+        continue;
+      }
+      const bool below = i.type == Type::s32 ? static_cast<int32_t>(next) < static_cast<int32_t>(found) : next < found;
+      if (below == least && next != found) found = next;
+    }
+    result[lane] = found;
+  }
+}
+
+}  // namespace
+
 // Registers of a load are interlocked: they can be used at once. For others, the read is over when a register was
 // touched, or after tcgen05.wait::ld.
 EMULATOR_HANDLER(execute_tensor_memory_load) {
@@ -143,7 +168,12 @@ EMULATOR_HANDLER(execute_tensor_memory_load) {
   std::array<uint32_t*, 256> registers;
   for (uint32_t r = 0; r < i.list_count; r++) registers[r] = warp.destination(list[r]);
   load_tensor(access, address, tensor_of(warp.cta).data(), registers.data());
-  warp.expect_load(operation.stamp.time, std::vector<Slot>(list, list + i.list_count));
+  std::vector<Slot> loaded(list, list + i.list_count);
+  if (i.type_code_a != 0) {
+    reduce_registers(i, registers.data(), warp.destination(i.d));
+    loaded.push_back(i.d);
+  }
+  warp.expect_load(operation.stamp.time, std::move(loaded));
   warp.cta.scheduler().counts.tensor_memory_read += uint64_t{128} * i.list_count;
   return Flow::next;
 }
@@ -335,6 +365,7 @@ EMULATOR_HANDLER(execute_tensor_commit) {
       }
     }
     const Operation operation = start_operation(warp, warp_agent(warp, warp.pipe_agent, "tcgen05.mma"));
+    for (Cta* cta : targets) cta->mbarrier(place.offset, warp);
     const std::string who = line_name("tcgen05.commit", i);
     warp.pipe_due = warp.cta.scheduler().later(
         warp.cta.cluster,

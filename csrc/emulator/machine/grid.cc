@@ -54,14 +54,16 @@ void Statistics::add(const Statistics& other) {
 }
 
 Grid::Grid(const Program& what, const Module& module, const LaunchShape& launch, const void* param_bytes,
-           GlobalMemory& global, const Options& given, const std::vector<void*>& variables)
+           GlobalMemory& global, const Options& given, const std::vector<void*>& variables,
+           std::shared_ptr<const GlobalRecord> earlier)
     : program(what),
       shape(launch),
       options(given),
       memory(global),
       params(nullptr),
       module_variables(variables),
-      source(module.source) {
+      source(module.source),
+      record(std::make_shared<GlobalRecord>(std::move(earlier))) {
   threads_per_cta = static_cast<int>(shape.block.product());
   warps_per_cta = (threads_per_cta + kLanes - 1) / kLanes;
   shared_bytes = kReservedShared + program.static_shared_bytes + shape.dynamic_shared_bytes;

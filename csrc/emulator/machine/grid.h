@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "cta.h"
+#include "flags.h"
+#include "global_record.h"
 #include "memory.h"
 #include "options.h"
 
@@ -41,8 +43,9 @@ struct LaunchShape {
 
 class Grid {
  public:
+  // `earlier`: what the kernel before on the stream did to global memory; null if it has ended for sure.
   Grid(const Program& program, const Module& module, const LaunchShape& shape, const void* params, GlobalMemory& memory,
-       const Options& options, const std::vector<void*>& module_variables);
+       const Options& options, const std::vector<void*>& module_variables, std::shared_ptr<const GlobalRecord> earlier);
 
   // Runs all CTAs. Throws Fault; its text says where.
   void run();
@@ -74,6 +77,8 @@ class Grid {
   bool others_progress(uint64_t& seen) const;
   const std::string& source;  // PTX text
   std::mutex atomics;         // atomic operations of all CTAs, one at a time
+  GridFlags flags;            // of device scope
+  const std::shared_ptr<GlobalRecord> record;
 
  private:
   std::unique_ptr<uint8_t[]> param_storage_;

@@ -92,6 +92,38 @@ void report_tensor_conflict(const Cta& cta, const Conflict& conflict, const Acto
 
 namespace {
 
+std::string access_text(const Grid& grid, const GlobalAccess& access) {
+  const Dim3 size = grid.shape.grid;
+  return "warp " + std::to_string(access.warp) + " of CTA (" + std::to_string(access.cta % size.x) + ", " +
+         std::to_string(access.cta / size.x % size.y) + ", " + std::to_string(access.cta / size.x / size.y) +
+         ") in PTX line " + std::to_string(access.line);
+}
+
+}  // namespace
+
+void report_global_conflict(const Grid& grid, const GlobalConflict& conflict, const GlobalAccess& access,
+                            const char* what) {
+  const GlobalMemory::Range range = grid.memory.find(conflict.address, 1);
+  std::string text = std::string(what) + " by " + access_text(grid, access) +
+                     (access.kind == AccessKind::read ? " reads" : " writes") + " global memory at " +
+                     hex(conflict.address) + " (byte " + std::to_string(conflict.address - range.begin) +
+                     " of its allocation)";
+  if (conflict.earlier)
+    text +=
+        ", which the kernel before it in the stream touched, and no griddepcontrol.wait comes before: the launch "
+        "allows them to overlap";
+  else if (conflict.kind == Conflict::Kind::proxy)
+    text +=
+        " through the asynchronous proxy, but no fence.proxy.async of global memory lies between it and the write by " +
+        access_text(grid, conflict.other);
+  else
+    text += std::string(", but nothing orders it after the ") +
+            (conflict.other.kind == AccessKind::read ? "read" : "write") + " by " + access_text(grid, conflict.other);
+  throw Fault(Status::launch_failed, text);
+}
+
+namespace {
+
 std::string wait_text(const Warp& warp, const Group& group, const std::string& source) {
   const Instruction& i = warp.cta.grid().program.code[static_cast<size_t>(group.pc)];
   std::string text = "  " + cta_name(warp.cta) + " warp " + std::to_string(warp.index) + " lanes " + hex(group.lanes) +

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cta.h"
+#include "global_record.h"
 
 namespace jax_fa4::emulator {
 
@@ -18,6 +19,9 @@ std::string line_text(const std::string& source, uint32_t line);
 [[noreturn]] void report_shared_conflict(const Cta& cta, const Conflict& conflict, const Actor& actor,
                                          const char* what);
 [[noreturn]] void report_tensor_conflict(const Cta& cta, const Conflict& conflict, const Actor& actor,
+                                         const char* what);
+
+[[noreturn]] void report_global_conflict(const Grid& grid, const GlobalConflict& conflict, const GlobalAccess& access,
                                          const char* what);
 
 // Where every warp of the cluster waits.

@@ -17,7 +17,7 @@ constexpr uint64_t kPatience = 20'000;
 
 }  // namespace
 
-Scheduler::Scheduler(Grid& grid, uint64_t seed) : grid_(grid), random_(seed) {
+Scheduler::Scheduler(Grid& grid, uint64_t seed) : global_view(*grid.record), grid_(grid), random_(seed) {
   const size_t cells = static_cast<size_t>(grid.warps_per_cta) * grid.program.code.size();
   counts.executed.assign(cells, 0);
   counts.waited.assign(cells, 0);

@@ -33,6 +33,7 @@ class Scheduler {
   void make_runnable(Warp& warp) { runnable_.push_back(&warp); }
 
   Statistics counts;
+  GlobalRecord::View global_view;
 
   // The range of global memory that holds these bytes, or an empty one.
   const GlobalMemory::Range& find_global(uint64_t address, uint64_t bytes);

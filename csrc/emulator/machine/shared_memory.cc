@@ -15,12 +15,14 @@ Conflict SharedMemory::read_cell(uint32_t index, uint8_t mask, const Actor& acto
   const VectorClock& happened = actor.knows->happened;
   const Stamp writer{cell.write_agent, cell.write_time};
   if ((cell.written & mask) != mask) return {Conflict::Kind::uninitialized, index * 4, {}};
-  if (cell.write_time != 0 && writer.agent != actor.stamp.agent && (cell.last_bytes & mask) != 0) {
+  if (cell.write_time != 0 && writer.agent != actor.stamp.agent && (cell.last_bytes & mask) != 0 &&
+      !(cell.strong && actor.strong)) {
     if (happened.at(writer.agent) < writer.time) return {Conflict::Kind::read_after_write, index * 4, writer};
   }
   if (cell.write_time != 0 && actor.asynchronous && !cell.asynchronous &&
       actor.knows->fenced.at(writer.agent) < writer.time)
     return {Conflict::Kind::proxy, index * 4, writer};
+  if (actor.strong) return {};  // a write that follows is strong too, or comes after a flag
   if (cell.read_time == 0 || cell.read_agent == actor.stamp.agent || happened.at(cell.read_agent) >= cell.read_time) {
     // The former reader is known to be done, or it is the same one.
     cell.read_agent = static_cast<uint16_t>(actor.stamp.agent);
@@ -45,7 +47,7 @@ Conflict SharedMemory::write_cell(uint32_t index, uint8_t mask, const Actor& act
   Conflict conflict;
   const Stamp writer{cell.write_agent, cell.write_time}, reader{cell.read_agent, cell.read_time};
   if (writer.time != 0 && writer.agent != actor.stamp.agent && (cell.last_bytes & mask) != 0 &&
-      happened.at(writer.agent) < writer.time)
+      !(cell.strong && actor.strong) && happened.at(writer.agent) < writer.time)
     conflict = {Conflict::Kind::write_after_write, index * 4, writer};
   else if (reader.time != 0 && reader.agent != actor.stamp.agent && happened.at(reader.agent) < reader.time)
     conflict = {Conflict::Kind::write_after_read, index * 4, reader};
@@ -61,6 +63,7 @@ Conflict SharedMemory::write_cell(uint32_t index, uint8_t mask, const Actor& act
   cell.last_bytes = mask;
   cell.written |= mask;
   cell.asynchronous = actor.asynchronous;
+  cell.strong = actor.strong;
   cell.read_time = 0;
   return conflict;
 }

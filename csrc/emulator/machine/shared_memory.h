@@ -15,6 +15,7 @@ struct Actor {
   Stamp stamp;
   const Knowledge* knows = nullptr;
   bool asynchronous = false;  // TMA, bulk copies and tensor cores: the async proxy
+  bool strong = false;        // a load or store with an order, an atomic operation: does not race with its like
 };
 
 // A conflict, in words for a report: "a write by ... is not ordered before". Empty if there is none.
@@ -47,6 +48,7 @@ class SharedMemory {
     uint8_t written = 0;         // bits of bytes
     uint8_t last_bytes = 0;      // bytes of the last write
     bool asynchronous = false;   // last write
+    bool strong = false;         // last write
     uint8_t shared_readers = 0;  // index + 1 into readers_ would not fit: 1 if more_readers_ has the cell
   };
   Conflict read_cell(uint32_t index, uint8_t mask, const Actor& actor);

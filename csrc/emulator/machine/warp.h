@@ -8,6 +8,7 @@
 
 #include "../ptx/program.h"
 #include "clock.h"
+#include "flags.h"
 #include "memory.h"
 
 namespace jax_fa4::emulator {
@@ -49,9 +50,11 @@ struct GroupQueue {
     uint32_t unread = 0;      // operations whose source may not be reused yet
     uint32_t unfinished = 0;  // operations that are not complete
     uint32_t last_time = 0;   // of the agent that carries them out
+    uint32_t write_time = 0;  // of the agent that writes their results, where that is another one
   };
   std::vector<Group> groups{1};  // oldest first; the last one is still open
   uint64_t first = 0;            // number of the oldest
+  uint32_t gone_writes = 0;      // the last write_time of those that were forgotten
 
   uint64_t open_number() const { return first + groups.size() - 1; }
   Group& open() { return groups.back(); }
@@ -63,11 +66,18 @@ struct GroupQueue {
       if ((reads_only ? groups[i].unread : groups[i].unfinished) != 0) return false;
     return true;
   }
+  // The time up to which the writes of the waited-for operations go.
+  uint32_t writes(uint64_t pending) const {
+    uint32_t time = gone_writes;
+    for (size_t i = 0; i + 1 + pending < groups.size(); i++) time = std::max(time, groups[i].write_time);
+    return time;
+  }
   // The time up to which the waited-for operations go; forgets the groups that are complete.
   uint32_t acquire(uint64_t pending) {
     uint32_t time = 0;
     for (size_t i = 0; i + 1 + pending < groups.size(); i++) time = std::max(time, groups[i].last_time);
     while (groups.size() > 1 && groups.front().unfinished == 0 && groups.front().last_time <= time) {
+      gone_writes = std::max(gone_writes, groups.front().write_time);
       groups.erase(groups.begin());
       first++;
     }
@@ -160,13 +170,14 @@ class Warp {
   bool yield = false;  // set by a handler: let others run
   Agent agent = 0;
   uint32_t time = 1;
-  mutable Knowledge knows;       // a read of a loaded register completes the load
-  int registers_per_thread = 0;  // setmaxnreg
-  GroupQueue bulk[kLanes];       // per thread
-  GroupQueue copies;             // cp.async
-  GroupQueue matrix;             // wgmma
-  Agent bulk_agent = 0, copy_agent = 0, matrix_agent = 0, tensor_agent = 0,
-        load_agent = 0;      // who carries them out; 0: none yet
+  mutable Knowledge knows;             // a read of a loaded register completes the load
+  std::unique_ptr<FenceState> fences;  // null: none yet, and no relaxed read of a flag
+  int registers_per_thread = 0;        // setmaxnreg
+  GroupQueue bulk[kLanes];             // per thread
+  GroupQueue copies;                   // cp.async
+  GroupQueue matrix;                   // wgmma
+  // Who carries them out; 0: none yet. Bulk copies have one that reads shared memory and one that writes global memory.
+  Agent bulk_agent = 0, bulk_write_agent = 0, copy_agent = 0, matrix_agent = 0, tensor_agent = 0, load_agent = 0;
   uint32_t load_time = 0;    // of the last tcgen05.ld
   uint32_t tensor_time = 0;  // of the last tcgen05.st
   Agent pipe_agent = 0;      // this warp's tcgen05.mma, cp and commit, which run in order

@@ -125,7 +125,7 @@ void decode_active_mask(Decoder& d) {
 void decode_barrier(Decoder& d) {
   if (d.take("cluster")) {
     d.out.mode = static_cast<uint8_t>(d.take_one({"arrive", "wait"}, ".arrive or .wait"));
-    d.take_any({"acquire", "release", "relaxed"});
+    d.out.flags = d.take_any({"acquire", "release", "relaxed"}) == 2;
     d.take("aligned");
     d.expect_count(0, 0);
     return handle(d, execute_cluster_barrier, Class::barrier);

@@ -1,5 +1,6 @@
 // Decodes wgmma, tcgen05 and mma.sync.
 #include "../machine/handlers.h"
+#include "../machine/lane_functions.h"
 #include "../units/matrix.h"
 #include "../units/tmem.h"
 #include "decoder.h"
@@ -172,18 +173,39 @@ void decode_tensor_commit(Decoder& d) {
   handle(d, execute_tensor_commit, Class::matrix_control);
 }
 
+// tcgen05.ld.red: the least or greatest of a thread's registers goes to d. type_code_a: 1 min, 2 max; type_code_b:
+// kPropagateNan, kAbsolute. Compute capability 10.3 has it, 10.0 has not.
+void take_load_reduction(Decoder& d, int shape) {
+  if (d.program().target < 103) d.fail("tcgen05.ld.red needs compute capability 10.3");
+  if (shape != 0 && shape != 4) d.fail("tcgen05.ld.red takes the shapes .32x32b and .16x32bx2");
+  d.out.type_code_a = static_cast<uint8_t>(1 + d.take_one({"min", "max"}, ".min or .max"));
+  if (d.take("abs")) d.out.type_code_b |= kAbsolute;
+  if (d.take("NaN")) d.out.type_code_b |= kPropagateNan;
+  d.out.type = d.take_type();
+  if (d.out.type != Type::f32 && d.out.type != Type::u32 && d.out.type != Type::s32)
+    d.fail("tcgen05.ld.red takes .f32, .u32 and .s32");
+  if (d.out.type_code_b != 0 && d.out.type != Type::f32) d.fail(".abs and .NaN are for .f32");
+  d.out.d = d.destination(1, d.out.type);
+}
+
 void decode_tensor_access(Decoder& d, bool load) {
+  const bool reduces = load && d.take("red");
   d.take_one({"sync"}, ".sync");
   d.take_one({"aligned"}, ".aligned");
   const int shape =
       d.take_one({"32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"}, "a shape that the emulator knows");
   const int repeat = 1 << d.take_one({"x1", "x2", "x4", "x8", "x16", "x32", "x64", "x128"}, "a repeat count");
   if (d.take(load ? "pack::16b" : "unpack::16b")) d.out.flags = 1;
-  d.take_one({"b32"}, ".b32");
-  d.out.mode = static_cast<uint8_t>(shape);
   const bool split = shape == 4;
-  d.expect_count(split ? 3 : 2, split ? 3 : 2);
-  d.address(load ? 1 : 0);
+  const size_t operands = (split ? 3 : 2) + (reduces ? 1 : 0);
+  d.expect_count(operands, operands);
+  if (reduces)
+    take_load_reduction(d, shape);
+  else
+    d.take_one({"b32"}, ".b32");
+  if (reduces && (repeat < 2 || d.out.flags != 0)) d.fail("tcgen05.ld.red takes .x2 and more, and does not pack");
+  d.out.mode = static_cast<uint8_t>(shape);
+  d.address(load ? (reduces ? 2 : 1) : 0);
   const Argument& registers = d.argument(load ? 0 : d.count() - 1);
   if (load)
     d.list_destinations(registers, Type::b32);
@@ -192,7 +214,7 @@ void decode_tensor_access(Decoder& d, bool load) {
   const uint32_t expected = static_cast<uint32_t>(repeat * registers_per_repeat(static_cast<TensorShape>(shape)));
   if (d.out.list_count != expected || expected > 128)
     d.fail("has " + std::to_string(d.out.list_count) + " registers, not " + std::to_string(expected));
-  if (split) d.out.immediate = d.immediate(load ? 2 : 1);
+  if (split) d.out.immediate = d.immediate(load ? operands - 1 : 1);
   handle(d, load ? execute_tensor_memory_load : execute_tensor_memory_store,
          load ? Class::tensor_load : Class::tensor_store);
 }

@@ -146,6 +146,7 @@ void decode_createpolicy(Decoder& d) {
 
 void atomic(Decoder& d, bool has_destination) {
   d.out.order = take_order(d);
+  if (d.out.order == MemoryOrder::weak) d.out.order = MemoryOrder::relaxed;
   d.take_scope();
   d.out.space = d.take_space();
   take_cache_hints(d);
@@ -180,14 +181,36 @@ void decode_red(Decoder& d) {
 // ----------------------------------------------------------------------------------------------------------------
 // fences
 
+// mode: 0 nothing that the emulator would see, 1 fence.proxy.async, 2 a memory fence, 3 fence.mbarrier_init. flags of
+// fence.proxy.async: 1 shared memory, 2 global memory.
 void decode_fence(Decoder& d) {
-  if (d.take("proxy")) {
-    // .proxy.async[.space]; .proxy.tensormap, .proxy.alias: their memory is always coherent here.
-    d.out.mode = d.peek() == "async" || d.peek() == "async::generic";
-  }
-  while (!d.next().empty()) {
-  }
+  constexpr uint8_t kShared = 1, kGlobal = 2;
   handle(d, execute_fence, Class::fence);
+  d.expect_count(0, 2);
+  if (d.take("proxy")) {
+    // Memory behind .proxy.tensormap and .proxy.alias is always coherent here.
+    const bool restricted = d.peek() == "async::generic";
+    if (restricted || d.peek() == "async") {
+      d.next();
+      d.out.mode = 1;
+      d.out.flags = restricted || d.peek().starts_with("shared") ? kShared
+                    : d.peek() == "global"                       ? kGlobal
+                                                                 : kShared | kGlobal;
+    }
+    while (!d.next().empty()) {
+    }
+    return;
+  }
+  if (d.take("mbarrier_init")) {
+    d.out.mode = 3;
+    d.take_one({"release"}, ".release");
+    d.take_one({"cluster"}, ".cluster");
+    return;
+  }
+  d.out.mode = 2;
+  d.take_any({"sc", "acq_rel", "acquire", "release"});
+  if (d.take_any({"sync_restrict::shared::cta", "sync_restrict::shared::cluster"}) < 0 && d.take("gl")) return;
+  d.take_scope();
 }
 
 void decode_matrix_move(Decoder& d, bool load) {

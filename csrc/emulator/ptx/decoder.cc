@@ -237,7 +237,10 @@ void Decoder::take_arithmetic() {
   out.saturate = take("sat");
 }
 
-void Decoder::take_scope() { take_any({"cta", "cluster", "gpu", "sys"}); }
+void Decoder::take_scope() {
+  const int scope = take_any({"cta", "cluster", "gpu", "sys"});
+  out.scope = scope < 0 ? MemoryScope::gpu : static_cast<MemoryScope>(std::min(scope, kScopes - 1));
+}
 
 Space Decoder::take_space() {
   switch (take_any({"global", "shared", "shared::cta", "shared::cluster", "local", "const", "param", "param::entry"})) {

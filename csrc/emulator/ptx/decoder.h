@@ -36,7 +36,7 @@ class Decoder {
   Type take_type_or(Type fallback);
   void take_rounding();    // .rn .rz .rm .rp .rna into out.rounding
   void take_arithmetic();  // rounding, .ftz, .sat
-  void take_scope();       // .cta .cluster .gpu .sys: accepted
+  void take_scope();       // .cta .cluster .gpu .sys into out.scope
   Space take_space();
   int take_cta_group();
 

@@ -92,6 +92,11 @@ const char* class_name(Class value);
 
 enum class MemoryOrder : uint8_t { weak, relaxed, acquire, release, acquire_release };
 
+// The threads between which an operation orders; sys is gpu, since the emulated system has one device. Source: PTX ISA,
+// "Scope".
+enum class MemoryScope : uint8_t { cta, cluster, gpu };
+inline constexpr int kScopes = 3;
+
 // An address operand besides the first one.
 struct MemoryOperand {
   Slot base = 0;
@@ -116,6 +121,7 @@ struct Instruction {
   bool saturate = false;
   Space space = Space::generic;
   MemoryOrder order = MemoryOrder::weak;
+  MemoryScope scope = MemoryScope::gpu;
   bool wide_address = false;  // the base is a 64-bit register
   uint8_t out_slots = 1;      // planes that lane_function writes
   uint8_t vector = 1;         // elements of a vector load or store
