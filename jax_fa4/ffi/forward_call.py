@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_fa4.cost import Architecture
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import Column, forward_grid, forward_table
+from jax_fa4.schedule.order import Column, Policy, WorkTable, forward_grid, forward_table
 from jax_fa4.schedule.simulate import simulate
 from jax_fa4.schedule.tiles import key_intervals, query_intervals
 
@@ -79,6 +79,8 @@ class ForwardCall:
         key_tile: keys of a step.
         arch: the GPU, for the order of work.
         ctas: CTAs that share an item.
+        policy: how the work table orders items, with masks that would need none too; None: longest first, and for those
+            no table.
     """
 
     problem: AttentionProblem
@@ -86,6 +88,13 @@ class ForwardCall:
     key_tile: int
     arch: Architecture
     ctas: int = 1
+    policy: Policy | None = None
+
+    @property
+    def mask_kind(self) -> MaskKind:
+        """The kind of mask of the kernel."""
+        kind = mask_kind(self.problem)
+        return "intervals" if self.policy is not None and kind in ("causal", "window") else kind
 
     def section_heads(self) -> int:
         """Query heads whose blocks run together: as many as fit in L2 with their keys and values, in even sections.
@@ -145,11 +154,17 @@ class ForwardCall:
             integers[f"{name}_batch_bytes"] = length * integers[f"{name}_row_bytes"]
         return integers
 
+    def table(self, operands: AttentionOperands) -> WorkTable:
+        """The work table."""
+        policy = self.policy or Policy.LONGEST_FIRST
+        sizes = self.rows, self.key_tile, self.arch
+        return forward_table(self.problem, operands, *sizes, ctas=self.ctas, policy=policy)
+
     def mask_buffers(self, operands: AttentionOperands) -> dict[str, Any]:
         """Operands for masks from memory; values that nobody sees, which may be NaN, replaced by zeros."""
         problem = self.problem
         mask_operands = problem.mask_operands(operands)
-        table = forward_table(problem, operands, self.rows, self.key_tile, self.arch, ctas=self.ctas)
+        table = self.table(operands)
         rows = query_intervals(problem.mask, mask_operands)
         seen_from = key_intervals(problem.mask, mask_operands)
         found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
@@ -169,7 +184,7 @@ class ForwardCall:
         integers = self.integers()
         if self.problem.has_sinks:
             buffers["sinks"] = operands.sinks.astype(jnp.float32)
-        if mask_kind(self.problem) in ("intervals", "ids"):
+        if self.mask_kind in ("intervals", "ids"):
             buffers |= self.mask_buffers(operands)
             integers["interval_stride"] = self.problem.query_length if buffers["lo"].shape[0] > 1 else 0
         elif (first_seen := self.seen_by_band()[0]) > 0:
@@ -184,7 +199,7 @@ class ForwardCall:
     def workspace_bytes(self) -> int:
         """Bytes beside operands and results: work table, intervals, ids, values without what nobody sees."""
         problem = self.problem
-        if mask_kind(problem) in ("causal", "window"):
+        if self.mask_kind in ("causal", "window"):
             return self.integers()["value_batch_bytes"] * problem.batch if self.seen_by_band()[0] > 0 else 0
         intervals = 2 * problem.query_length
         ids = problem.query_length + problem.key_length if problem.has_segment_ids else 0
@@ -198,9 +213,7 @@ class ForwardCall:
         """What `explain` says: kernel, tile, schedule, workspace."""
         schedule = f"{self.items:,} items, ordered when the call runs"
         if not self.problem.has_traced_mask:
-            table = forward_table(
-                self.problem, AttentionOperands(), self.rows, self.key_tile, self.arch, ctas=self.ctas
-            )
+            table = self.table(AttentionOperands())
             slots = self.arch.sms // self.ctas
             steps = int((table.items[:, Column.END] - table.items[:, Column.BEGIN]).sum())
             busy = simulate(table.clocks, slots).balance

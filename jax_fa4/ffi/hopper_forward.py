@@ -18,9 +18,10 @@ from jax_fa4.ffi.forward_call import (
 )
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
 from jax_fa4.kernels import bundle
-from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, Tiles, forward_plan, padded_head_dim
+from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, Mask, Tiles, forward_plan, padded_head_dim
 from jax_fa4.kernels.plan import KernelPlan, PlanError
 from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.schedule.order import Policy
 
 
 def why_not(problem: AttentionProblem) -> str | None:
@@ -40,22 +41,22 @@ def tiles_of(problem: AttentionProblem) -> Tiles:
     return FORWARD_TILES[padded_head_dim(max(problem.head_dim, problem.value_dim))]
 
 
-def plan_of(problem: AttentionProblem, tiles: Tiles | None = None) -> KernelPlan:
-    """The plan of the kernel that takes a problem; `tiles` None: those of `tiles_of`."""
+def plan_of(problem: AttentionProblem, tiles: Tiles | None = None, mask: Mask | None = None) -> KernelPlan:
+    """The plan of the kernel that takes a problem; `tiles` None: those of `tiles_of`; `mask` None: the problem's."""
     return forward_plan(
         problem.dtype,
         padded_head_dim(max(problem.head_dim, problem.value_dim)),
-        mask_kind(problem),
+        mask or mask_kind(problem),
         tiles=tiles or tiles_of(problem),
         soft_cap=problem.logits_soft_cap is not None,
         sinks=problem.has_sinks,
     )
 
 
-def forward_call(problem: AttentionProblem, tiles: Tiles | None = None) -> ForwardCall:
+def forward_call(problem: AttentionProblem, tiles: Tiles | None = None, policy: Policy | None = None) -> ForwardCall:
     """The problem as the kernel of these sizes takes it; `tiles` None: those of `tiles_of`."""
     tiles = tiles or tiles_of(problem)
-    return ForwardCall(problem, tiles.rows, tiles.key_tile, ARCHITECTURES["sm_90"])
+    return ForwardCall(problem, tiles.rows, tiles.key_tile, ARCHITECTURES["sm_90"], policy=policy)
 
 
 def describe(problem: AttentionProblem) -> list[tuple[str, str]]:
@@ -64,7 +65,12 @@ def describe(problem: AttentionProblem) -> list[tuple[str, str]]:
 
 
 def hopper_forward(
-    problem: AttentionProblem, operands: AttentionOperands, *, tiles: Tiles | None = None, driver: str = CUDA_DRIVER
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    *,
+    tiles: Tiles | None = None,
+    policy: Policy | None = None,
+    driver: str = CUDA_DRIVER,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention by the kernel of `jax_fa4.kernels.hopper.forward`.
 
@@ -73,6 +79,7 @@ def hopper_forward(
       operands: query (B, T, N, D), key (B, S, K, D), value (B, S, K, Dv), bfloat16 or float16; sinks, ids and lengths
         as the problem says.
       tiles: sizes of the kernel; None: those of `tiles_of`.
+      policy: order of the work table, to compare orders; None: longest first, by arithmetic where no table is needed.
       driver: the driver library that launches it.
 
     Returns:
@@ -86,7 +93,8 @@ def hopper_forward(
         raise LaunchError(reason)
     if problem.is_empty:
         return empty_results(problem, operands)
-    plan, call = plan_of(problem, tiles), forward_call(problem, tiles)
+    call = forward_call(problem, tiles, policy)
+    plan = plan_of(problem, tiles, call.mask_kind)
     buffers, integers = call.arguments(operands)
     results = launch(plan, buffers, call.results(), integers, softmax_floats(problem), driver=driver)
     return results["out"], results["lse"]

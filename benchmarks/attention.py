@@ -1,0 +1,284 @@
+"""Attention against the other libraries that are installed, on the device that JAX uses: same shapes, one process, turns.
+
+    python -m benchmarks.attention --kinds=dense,packed --out=out/attention.json --plot=out/attention.png
+
+`dense`: full and causal calls of 16k tokens, hidden size 2048; `packed`: 4 rows of 8192 tokens, 16 heads of 128, filled
+with documents of log-normal lengths, causal; `orders`: the Hopper forward with its work table in plain order, reversed,
+and longest first; `overhead`: how long the host takes to issue one jitted call of 512 tokens.
+
+A figure is the median over turns; a turn of a candidate is as many calls as take about --turn_ms. TFLOP/s count 4 D for
+each visible pair, half for causal ones, and 2.5 times as much for the backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.candidates import (
+    Candidate,
+    NotMeasuredError,
+    Start,
+    all_candidates,
+    installed,
+    order_candidates,
+    wait,
+)
+from benchmarks.cases import PASSES, Case, dense_cases, packed_case
+
+KINDS = ("dense", "packed", "orders", "overhead")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes; the defaults are those of docs/performance.md."""
+
+    kinds: tuple[str, ...] = KINDS
+    passes: tuple[str, ...] = PASSES
+    candidates: tuple[str, ...] = ()  # empty: all that are installed
+    implementation: str | None = None
+    head_dims: tuple[int, ...] = (128, 64)
+    lengths: tuple[int, ...] = (2048, 8192, 16384)
+    tokens: int = 16384
+    hidden: int = 2048
+    medians: tuple[int, ...] = (600, 4000)
+    packed_rows: int = 4
+    packed_length: int = 8192
+    overhead_length: int = 512
+    turns: int = 7
+    turn_ms: float = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One candidate in one case and pass."""
+
+    case: str
+    passes: str
+    candidate: str
+    milliseconds: float
+    tflops: float | None  # None: a host's time
+
+
+def interleaved_seconds(starts: Mapping[str, Start], turns: int, turn_seconds: float) -> dict[str, float]:
+    """Median seconds of one call of each, in turns."""
+    calls = {}
+    for name, start in starts.items():
+        begin = time.perf_counter()
+        wait(start())
+        calls[name] = max(1, int(turn_seconds / max(time.perf_counter() - begin, 1e-6)))
+    seconds: dict[str, list[float]] = {name: [] for name in starts}
+    for _ in range(turns):
+        for name, start in starts.items():
+            begin = time.perf_counter()
+            for _ in range(calls[name]):
+                result = start()
+            wait(result)
+            seconds[name].append((time.perf_counter() - begin) / calls[name])
+    return {name: float(np.median(times)) for name, times in seconds.items()}
+
+
+def host_seconds(starts: Mapping[str, Start], turns: int, calls: int = 100) -> dict[str, float]:
+    """Median seconds for which one call holds the host; the device is idle before each turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in starts}
+    for _ in range(turns):
+        for name, start in starts.items():
+            begin = time.perf_counter()
+            results = [start() for _ in range(calls)]
+            seconds[name].append((time.perf_counter() - begin) / calls)
+            wait(results[-1])
+    return {name: float(np.median(times)) for name, times in seconds.items()}
+
+
+def started(candidates: Mapping[str, Candidate], case: Case, passes: str, console: Console) -> dict[str, Start]:
+    """The candidates that take a case, each called twice, so that it is compiled and has its memory."""
+    starts = {}
+    for name, candidate in candidates.items():
+        try:
+            start = candidate(case, passes)
+            for _ in range(2):
+                wait(start())
+            starts[name] = start
+        except NotMeasuredError:
+            continue
+        except Exception as error:  # a library may fail in any way; the others are still measured
+            console.print(f"{name} fails in {case.name}, {passes}: {type(error).__name__}: {str(error)[:300]}")
+    return starts
+
+
+def cases_of(settings: Settings, kind: str) -> list[Case]:
+    """The cases of a kind."""
+    heads = max(settings.hidden // 128, 1)
+    head_dim = min(128, settings.hidden)
+    if kind == "packed":
+        rows, length = settings.packed_rows, settings.packed_length
+        return [packed_case(median, rows, length, heads, head_dim) for median in settings.medians]
+    if kind == "overhead":
+        return [Case(1, settings.overhead_length, heads, heads, head_dim, True)]
+    cases = list(dense_cases(settings.head_dims, settings.lengths, settings.tokens, settings.hidden))
+    return cases if kind == "dense" else [case for case in cases if case.is_causal]
+
+
+def measure(settings: Settings, console: Console) -> Iterator[Figure]:
+    """Every figure, as it is known."""
+    chosen = {
+        name: candidate
+        for name, candidate in all_candidates(settings.implementation).items()
+        if installed(name) and (not settings.candidates or name in settings.candidates)
+    }
+    for kind in settings.kinds:
+        candidates = order_candidates() if kind == "orders" else chosen
+        for case in cases_of(settings, kind):
+            for passes in settings.passes:
+                starts = started(candidates, case, passes, console)
+                if kind == "overhead":
+                    for name, seconds in host_seconds(starts, settings.turns).items():
+                        yield Figure(f"host, {case.name}", passes, name, seconds * 1e3, None)
+                    continue
+                timed = interleaved_seconds(starts, settings.turns, settings.turn_ms / 1e3)
+                label = f"order, {case.name}" if kind == "orders" else case.name
+                for name, seconds in timed.items():
+                    yield Figure(label, passes, name, seconds * 1e3, case.flop(passes) / seconds / 1e12)
+
+
+def geometric_means(
+    figures: Sequence[Figure], ours: str = "jax_fa4"
+) -> dict[tuple[str, str], tuple[float, float, int]]:
+    """For each pass and other candidate: how many times its time is ours, as geometric mean and least, and of how many
+    cases."""
+    mine = {(one.case, one.passes): one.milliseconds for one in figures if one.candidate == ours}
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for one in figures:
+        if one.candidate != ours and one.tflops is not None and (one.case, one.passes) in mine:
+            ratio = one.milliseconds / mine[one.case, one.passes]
+            ratios.setdefault((one.passes, one.candidate), []).append(ratio)
+    return {
+        key: (math.exp(sum(map(math.log, values)) / len(values)), min(values), len(values))
+        for key, values in ratios.items()
+    }
+
+
+def show(figures: Sequence[Figure], console: Console) -> None:
+    """A table for each pass, TFLOP/s where there are any, else microseconds; then the ratios."""
+    for passes in dict.fromkeys(one.passes for one in figures):
+        rows = [one for one in figures if one.passes == passes]
+        names = list(dict.fromkeys(one.candidate for one in rows))
+        table = Table(title=f"{passes}, TFLOP/s (us of the host)", title_justify="left")
+        table.add_column("case", overflow="fold")
+        for name in names:
+            table.add_column(name, justify="right", overflow="fold")
+        for case in dict.fromkeys(one.case for one in rows):
+            found = {one.candidate: one for one in rows if one.case == case}
+            best = min(found.values(), key=lambda one: one.milliseconds).candidate
+            cells = []
+            for name in names:
+                if name not in found:
+                    cells.append("")
+                    continue
+                one = found[name]
+                text = f"({one.milliseconds * 1e3:.0f})" if one.tflops is None else f"{one.tflops:.3g}"
+                cells.append(f"[bold]{text}[/bold]" if name == best else text)
+            table.add_row(case, *cells)
+        console.print(table)
+    for (passes, name), (mean, least, count) in geometric_means(figures).items():
+        console.print(f"{passes}: {mean:.3f} times as fast as {name} (geometric mean of {count}, lowest {least:.3f})")
+
+
+def draw(figures: Sequence[Figure], path: Path) -> None:
+    """TFLOP/s as bars, a panel for each pass."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figures = [one for one in figures if one.tflops is not None]
+    panels = list(dict.fromkeys(one.passes for one in figures))
+    figure, axes = plt.subplots(len(panels), 1, figsize=(12, 4.2 * len(panels)), layout="constrained", squeeze=False)
+    for axis, passes in zip(axes[:, 0], panels, strict=True):
+        rows = [one for one in figures if one.passes == passes]
+        cases = list(dict.fromkeys(one.case for one in rows))
+        names = list(dict.fromkeys(one.candidate for one in rows))
+        width = 0.85 / len(names)
+        for index, name in enumerate(names):
+            heights = {one.case: one.tflops for one in rows if one.candidate == name}
+            places = [place + (index - (len(names) - 1) / 2) * width for place in range(len(cases))]
+            axis.bar(places, [heights.get(case, 0.0) for case in cases], width, label=name)
+        axis.set_xticks(range(len(cases)), cases, rotation=25, ha="right", fontsize=8)
+        axis.set(title=passes, ylabel="TFLOP/s")
+        axis.legend(fontsize=8, ncols=4)
+        axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def run(settings: Settings, out: Path | None = None, plot: Path | None = None) -> list[Figure]:
+    """Measures, prints each figure as it comes and the tables at the end, writes JSON after every figure, and draws."""
+    console = Console()
+    device = jax.devices()[0].device_kind
+    console.print(f"jax {jax.__version__} on {device}")
+    figures: list[Figure] = []
+    for figure in measure(settings, console):
+        figures.append(figure)
+        speed = "" if figure.tflops is None else f"{figure.tflops:8.1f} TFLOP/s"
+        console.print(
+            f"{figure.case:28s} {figure.passes:18s} {figure.candidate:22s} {figure.milliseconds:9.4f} ms {speed}"
+        )
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            facts: dict[str, Any] = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}
+            facts["figures"] = [dataclasses.asdict(one) for one in figures]
+            out.write_text(json.dumps(facts, indent=1) + "\n")
+    show(figures, console)
+    if plot is not None:
+        draw(figures, plot)
+    return figures
+
+
+def settings_from_flags() -> tuple[flags.FlagValues, list[str]]:
+    """Defines a flag for each setting; the names."""
+    names = []
+    for field in dataclasses.fields(Settings):
+        default: Any = field.default
+        if isinstance(default, tuple):
+            flags.DEFINE_list(field.name, [str(one) for one in default], f"Default: {default}.")
+        elif isinstance(default, int | float):
+            define = flags.DEFINE_float if isinstance(default, float) else flags.DEFINE_integer
+            define(field.name, default, f"Default: {default}.")
+        else:
+            flags.DEFINE_string(field.name, default, "Default: the automatic choice.")
+        names.append(field.name)
+    return flags.FLAGS, names
+
+
+def main(argv: list[str]) -> None:
+    """Measure what the flags say."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Settings):
+        value, default = getattr(flags.FLAGS, field.name), field.default
+        if isinstance(default, tuple):
+            kind = type(default[0]) if default else str
+            value = tuple(kind(one) for one in value)
+        values[field.name] = value
+    paths = (Path(one) if one else None for one in (flags.FLAGS.out, flags.FLAGS.plot))
+    run(Settings(**values), *paths)
+
+
+if __name__ == "__main__":
+    settings_from_flags()
+    flags.DEFINE_string("out", None, "JSON file for the figures.")
+    flags.DEFINE_string("plot", None, "PNG file for the picture.")
+    app.run(main)
