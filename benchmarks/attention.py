@@ -1,4 +1,4 @@
-"""Attention against the other libraries that are installed, on the device that JAX uses: same shapes, one process, turns.
+"""Attention against the other libraries that are installed, on JAX's device: same shapes, one process, in turns.
 
     python -m benchmarks.attention --kinds=dense,packed --out=out/attention.json --plot=out/attention.png
 
@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -69,6 +69,14 @@ class Figure:
     candidate: str
     milliseconds: float
     tflops: float | None  # None: a host's time
+
+
+class Ratios(NamedTuple):
+    """Geometric mean and least of the ratios of some cases, and how many these are."""
+
+    mean: float
+    least: float
+    cases: int
 
 
 def interleaved_seconds(starts: Mapping[str, Start], turns: int, turn_seconds: float) -> dict[str, float]:
@@ -152,11 +160,8 @@ def measure(settings: Settings, console: Console) -> Iterator[Figure]:
                     yield Figure(label, passes, name, seconds * 1e3, case.flop(passes) / seconds / 1e12)
 
 
-def geometric_means(
-    figures: Sequence[Figure], ours: str = "jax_fa4"
-) -> dict[tuple[str, str], tuple[float, float, int]]:
-    """For each pass and other candidate: how many times its time is ours, as geometric mean and least, and of how many
-    cases."""
+def geometric_means(figures: Sequence[Figure], ours: str = "jax_fa4") -> dict[tuple[str, str], Ratios]:
+    """For each pass and other candidate: how many times its time is ours."""
     mine = {(one.case, one.passes): one.milliseconds for one in figures if one.candidate == ours}
     ratios: dict[tuple[str, str], list[float]] = {}
     for one in figures:
@@ -164,7 +169,7 @@ def geometric_means(
             ratio = one.milliseconds / mine[one.case, one.passes]
             ratios.setdefault((one.passes, one.candidate), []).append(ratio)
     return {
-        key: (math.exp(sum(map(math.log, values)) / len(values)), min(values), len(values))
+        key: Ratios(math.exp(sum(map(math.log, values)) / len(values)), min(values), len(values))
         for key, values in ratios.items()
     }
 
@@ -231,10 +236,9 @@ def run(settings: Settings, out: Path | None = None, plot: Path | None = None) -
     figures: list[Figure] = []
     for figure in measure(settings, console):
         figures.append(figure)
-        speed = "" if figure.tflops is None else f"{figure.tflops:8.1f} TFLOP/s"
-        console.print(
-            f"{figure.case:28s} {figure.passes:18s} {figure.candidate:22s} {figure.milliseconds:9.4f} ms {speed}"
-        )
+        speed = "" if figure.tflops is None else f"{figure.tflops:7.1f} TFLOP/s"
+        name = f"{figure.case}, {figure.passes}, {figure.candidate}"
+        console.print(f"{name:54s} {figure.milliseconds:8.4f} ms {speed}", soft_wrap=True)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             facts: dict[str, Any] = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}
@@ -246,20 +250,20 @@ def run(settings: Settings, out: Path | None = None, plot: Path | None = None) -
     return figures
 
 
-def settings_from_flags() -> tuple[flags.FlagValues, list[str]]:
-    """Defines a flag for each setting; the names."""
-    names = []
+def define_flags() -> None:
+    """A flag for each setting, and for the files."""
     for field in dataclasses.fields(Settings):
         default: Any = field.default
         if isinstance(default, tuple):
             flags.DEFINE_list(field.name, [str(one) for one in default], f"Default: {default}.")
-        elif isinstance(default, int | float):
-            define = flags.DEFINE_float if isinstance(default, float) else flags.DEFINE_integer
-            define(field.name, default, f"Default: {default}.")
+        elif isinstance(default, float):
+            flags.DEFINE_float(field.name, default, f"Default: {default}.")
+        elif isinstance(default, int):
+            flags.DEFINE_integer(field.name, default, f"Default: {default}.")
         else:
             flags.DEFINE_string(field.name, default, "Default: the automatic choice.")
-        names.append(field.name)
-    return flags.FLAGS, names
+    flags.DEFINE_string("out", None, "JSON file for the figures.")
+    flags.DEFINE_string("plot", None, "PNG file for the picture.")
 
 
 def main(argv: list[str]) -> None:
@@ -278,7 +282,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    settings_from_flags()
-    flags.DEFINE_string("out", None, "JSON file for the figures.")
-    flags.DEFINE_string("plot", None, "PNG file for the picture.")
+    define_flags()
     app.run(main)

@@ -61,8 +61,12 @@ def ours(implementation: str | None, traced_ids: bool = False, dense: bool = Fal
         if case.documents is None and (traced_ids or dense):
             raise NotMeasuredError("it is for packed rows")
         ids = None if dense else case.segment_ids
-        options = {"segment_ids": jnp.asarray(ids) if traced_ids else ids, "is_causal": case.is_causal}
-        attend = functools.partial(jax_fa4.attention, implementation=implementation, **options)
+        attend = functools.partial(
+            jax_fa4.attention,
+            implementation=implementation,
+            segment_ids=jnp.asarray(ids) if traced_ids else ids,
+            is_causal=case.is_causal,
+        )
         return start_in_jax(attend, case, passes)
 
     return candidate

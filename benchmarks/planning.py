@@ -43,7 +43,7 @@ def plan(segment_ids: np.ndarray, heads: int, architecture: str) -> tuple[str, W
 
     jax.eval_shape(read, operand, operand, operand)
     target = dispatch.read_target(architecture)
-    chosen = dispatch.run(dispatch.read_names(None), problems[0], target, lambda implementation: implementation.name)
+    chosen = dispatch.run(dispatch.read_names(None), problems[0], target, lambda chosen, _: chosen.name)
     arguments = (problems[0], AttentionOperands(), ROW_TILE, COLUMN_TILE, ARCHITECTURES[architecture])
     return chosen, forward_table(*arguments), backward_table(*arguments)
 
