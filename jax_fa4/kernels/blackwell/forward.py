@@ -64,6 +64,9 @@ MMA_WARP = CORRECTION_WARP + WARPS_PER_GROUP
 EPILOGUE_WARP = MMA_WARP + 1
 LOAD_WARP = MMA_WARP + 2
 HEAD_STEPS = range(HEAD_FRAGMENTS * FRAGMENT // products.DEPTH)
+# The compiler keeps the descriptors of both stages' queries in uniform registers, of which there are not enough for more
+# than this many steps of depth (it spills). Then they are made anew each time, from the base read anew, which is 0.
+MOST_HOISTED = 8
 TAIL_STEPS = range(HEAD_STEPS.stop, KEY_TILE // products.DEPTH)
 
 
@@ -84,9 +87,17 @@ class Load:
             for stage in cutlass.range_constexpr(STAGES):
                 self.load_query(stage)
             for step in cutlass.range(1, steps, 1, unroll=1):
-                self.load_values(step - 1)
-                self.load_keys(step)
+                self.load_pair(step)
             self.load_values(steps - 1)
+
+    def load_pair(self, step: Any) -> None:
+        """Keys of a step and values of the one before, in the order in which the products take them."""
+        if self.shape.has_own_probs:
+            self.load_keys(step)
+            self.load_values(step - 1)
+        else:
+            self.load_values(step - 1)
+            self.load_keys(step)
 
     def load_query(self, stage: int) -> None:
         """One stage's query rows."""
@@ -130,7 +141,7 @@ class Mma:
         self.scores, self.output = shape.score_product, shape.output_product
         self.query = [shape.operand(shape.head_dim).lower(context.buffer("query", one)) for one in range(STAGES)]
         self.key_place, self.value_place = Cursor(shape.key_stages), Cursor(shape.value_stages)
-        self.base = cute.arch.make_warp_uniform(tensor_memory.base(context.pointer("tensor_memory_base", Int32)))
+        self.base = tensor_memory.base(context.buffer("tensor_memory_base"))
 
     @cute.jit
     def run(self) -> None:
@@ -148,6 +159,9 @@ class Mma:
 
     def step(self, step: Any) -> None:
         """Outputs of this step, scores of the next."""
+        if self.shape.has_own_probs:
+            self.step_with_own_probs(step)
+            return
         self.wait_landed("values", self.value_place)
         for stage in range(STAGES):
             self.multiply_values(stage, step)
@@ -157,6 +171,21 @@ class Mma:
                 self.release("values", self.value_place)
             self.multiply_keys(stage)
         self.release("keys", self.key_place)
+
+    def step_with_own_probs(self, step: Any) -> None:
+        """Scores of the next step as soon as this step's are read, then this step's outputs."""
+        context = self.context
+        self.wait_landed("keys", self.key_place)
+        for stage in range(STAGES):
+            context.signal("scores_read").wait(stage, step)
+            tensor_memory.fence_after_wait()
+            self.multiply_keys(stage)
+        self.release("keys", self.key_place)
+        self.wait_landed("values", self.value_place)
+        for stage in range(STAGES):
+            self.multiply_values(stage, step)
+            products.commit(context.signal("out_updated").address(stage))
+        self.release("values", self.value_place)
 
     def last(self, step: Any) -> None:
         """Outputs of the last step."""
@@ -169,7 +198,11 @@ class Mma:
         """Scores of a stage with the keys at the cursor."""
         key = self.scores.b.lower(self.context.buffer("keys", self.key_place.stage))
         steps = range(self.shape.head_dim // products.DEPTH)
-        self.scores.issue(self.base, self.shape.columns(f"scores_{stage}"), self.query[stage], key, steps, False)
+        base, query = self.base, self.query[stage]
+        if len(steps) > MOST_HOISTED:
+            base = tensor_memory.base(self.context.buffer("tensor_memory_base"))
+            query = query + base
+        self.scores.issue(base, self.shape.columns(f"scores_{stage}"), query, key, steps, False)
         products.commit(self.context.signal("scores_ready").address(stage))
 
     def multiply_values(self, stage: int, step: Any) -> None:

@@ -46,7 +46,8 @@ class Tiles:
         emulated: exponentials of a row of 128 that are computed by the polynomial; even.
         registers: of a thread of the softmax, of the correction and of the other warps: 512 for each column of one
             thread per warpgroup, softmax twice.
-        has_own_probs: probs have columns of their own, else they overwrite half of their scores.
+        has_own_probs: probs have columns of their own, so that the next scores are computed while the softmax runs;
+            else they overwrite half of their scores.
     """
 
     key_stages: int
@@ -63,8 +64,10 @@ class Tiles:
 
 # (head_dim, value_dim), padded. Shares of emulated exponentials: see docs/sass.md.
 FORWARD_TILES: dict[tuple[int, int], Tiles] = {
-    (64, 64): Tiles(5, 5, 16, (192, 72, 56)),
+    (64, 64): Tiles(5, 5, 44, (192, 72, 56), has_own_probs=True),
+    (96, 96): Tiles(4, 3, 16, (192, 72, 56)),
     (128, 128): Tiles(3, 2, 16, (192, 72, 56)),
+    (192, 128): Tiles(2, 1, 16, (192, 72, 56)),
 }
 
 
@@ -125,6 +128,10 @@ def _tensor_memory(value_dim: int, tiles: Tiles) -> tuple[TensorBuffer, ...]:
 def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) -> tuple[Event, ...]:
     """Copies and products arrive once; of the others one lane of each warp does."""
     softmax, correction = ("softmax", WARPS_PER_GROUP), ("correction", WARPS_PER_GROUP)
+    own_probs = (
+        Event("scores_read", (softmax,), ("mma",), WARPS_PER_GROUP, STAGES),
+        Event("out_updated", (("mma", 1),), ("softmax",), 1, STAGES),
+    )
     return (
         Event("query_landed", (("load", 1),), ("mma",), 1, STAGES, query_bytes),
         Event("keys_landed", (("load", 1),), ("mma",), 1, tiles.key_stages, key_bytes),
@@ -136,6 +143,7 @@ def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) ->
         Event("probs_ready", (softmax,), ("mma",), WARPS_PER_GROUP, STAGES),
         Event("out_done", (("mma", 1),), ("softmax", "correction"), 1, STAGES),
         Event("out_staged", (correction,), ("epilogue",), WARPS_PER_GROUP, STAGES),
+        *(own_probs if tiles.has_own_probs else ()),
     )
 
 

@@ -51,7 +51,7 @@ class Correction:
     def rescale(self, stage: int, factor: Float32) -> None:
         """Multiply a stage's output where some row of the warp has a new maximum.
 
-        The product that added to it last is done: its softmax has seen scores that were issued after it.
+        The product that added to it last is done: the softmax has waited for it, or for scores that were issued after.
         """
         if cute.arch.vote_any_sync(factor != 1.0):
             tensor_memory.fence_after_wait()

@@ -52,13 +52,21 @@ class Softmax:
         item = self.context.item
         if item.count > 0:
             self.step(Int32(0), is_masked=True, is_first=True)
-            masked = item.masked_count
+            masked = self.masked_count()
             for step in cutlass.range(1, masked, 1, unroll=1):
                 self.step(step, is_masked=True, is_first=False)
             for step in cutlass.range(cutlass.max(masked, Int32(1)), item.count, 1, unroll=1):
                 self.step(step, is_masked=False, is_first=False)
             self.context.signal("out_done").wait(self.stage, Int32(0))
         self.publish()
+
+    def masked_count(self) -> Int32:
+        """Steps that need element masks; with a right edge alone, those of this stage's rows, not of the item's."""
+        context, item, shape = self.context, self.context.item, self.shape
+        if shape.has_left or shape.intervals:
+            return item.masked_count
+        first_row = item.query_tile * shape.rows + self.stage * TILE_ROWS
+        return item.end - cutlass.min(cutlass.max(context.visible.hi(first_row) // KEY_TILE, item.begin), item.end)
 
     def step(self, step: Any, is_masked: bool, is_first: bool) -> None:
         """One tile: scores from tensor memory, probs back to it."""
@@ -74,10 +82,23 @@ class Softmax:
             scaled = statistics.take_first(scores)
         else:
             scaled, factor = statistics.raise_max(scores, is_masked)
+        if self.shape.has_own_probs:
+            self.release_scores(step, is_first)
+        if factor is not None:
+            # The correction has read the last factor: what this warp has waited for was issued after that.
             context.statistic("factors", self.stage, self.row)[0] = factor
             notify_pair(self.pair)
         powers = self.store_probs(scores, scaled, is_masked)
         statistics.add(powers, factor)
+
+    def release_scores(self, step: Any, is_first: bool) -> None:
+        """The scores are in registers; the probs' columns are free when the product with the last ones is done."""
+        tensor_memory.wait_loads()
+        tensor_memory.fence_before_arrival()
+        self.context.signal("scores_read").arrive_elected(self.stage)
+        if not is_first:
+            self.context.signal("out_updated").wait(self.stage, step - 1)
+            tensor_memory.fence_after_wait()
 
     def finish_scores(self, scores: list[Any], step: Any, is_masked: bool) -> None:
         """Cap the raw scores, and hide the keys outside the row's interval."""

@@ -29,10 +29,10 @@ def allocate(address_slot: cute.Pointer, ctas: int = 1) -> None:
     cute.arch.relinquish_tmem_alloc_permit(is_two_cta=ctas == 2)
 
 
-def base(address_slot: cute.Pointer) -> Int32:
-    """The base as it was written."""
-    address: Int32 = cute.make_tensor(address_slot, cute.make_layout(1))[0]  # type: ignore[assignment]
-    return address
+def base(address_slot: Int32) -> Int32:
+    """The base as it was written to that address of shared memory; read each time."""
+    address: Int32 = assembly("ld.volatile.shared.b32 $0, [$1];", [Int32], address_slot)
+    return cute.arch.make_warp_uniform(address)
 
 
 def deallocate(ctas: int = 1) -> None:
