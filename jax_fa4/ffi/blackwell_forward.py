@@ -19,7 +19,14 @@ from jax_fa4.ffi.forward_call import (
 )
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
 from jax_fa4.kernels.blackwell.geometry import KEY_TILE
-from jax_fa4.kernels.blackwell.plans import FORWARD_DTYPES, FORWARD_TILES, Tiles, forward_plan, padded_head_dims
+from jax_fa4.kernels.blackwell.plans import (
+    FORWARD_DTYPES,
+    FORWARD_TILES,
+    PAIR_TILES,
+    Tiles,
+    forward_plan,
+    padded_head_dims,
+)
 from jax_fa4.kernels.plan import PlanError
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 
@@ -33,6 +40,14 @@ def why_not(problem: AttentionProblem) -> str | None:
     except PlanError as error:
         return f"{error} {REMEDY}"
     return None
+
+
+def choose_tiles(problem: AttentionProblem, dims: tuple[int, int]) -> Tiles:
+    """The sizes for a problem: a pair of CTAs where nothing is masked and there is work for two."""
+    is_dense = mask_kind(problem) == "causal" and problem.mask.band[1] is None
+    if is_dense and dims in PAIR_TILES and problem.query_length > FORWARD_TILES[dims].rows:
+        return PAIR_TILES[dims]
+    return FORWARD_TILES[dims]
 
 
 def blackwell_forward(
@@ -59,7 +74,7 @@ def blackwell_forward(
     if problem.is_empty:
         return empty_results(problem, operands)
     dims = padded_head_dims(problem.head_dim, problem.value_dim)
-    tiles = tiles or FORWARD_TILES[dims]
+    tiles = tiles or choose_tiles(problem, dims)
     plan = forward_plan(
         problem.dtype,
         dims,
@@ -68,7 +83,7 @@ def blackwell_forward(
         soft_cap=problem.logits_soft_cap is not None,
         sinks=problem.has_sinks,
     )
-    call = ForwardCall(problem, tiles.rows, KEY_TILE, ARCHITECTURES["sm_100"])
+    call = ForwardCall(problem, tiles.rows, KEY_TILE, ARCHITECTURES["sm_100"], tiles.ctas)
     buffers, integers = call.arguments(operands)
     results = launch(plan, buffers, call.results(), integers, softmax_floats(problem), driver=driver)
     return results["out"], results["lse"]

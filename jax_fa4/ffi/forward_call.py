@@ -136,6 +136,7 @@ class ForwardCall:
             "sections": problem.batch * problem.query_heads // section_heads,
             "interval_stride": 0,
             "items": self.items,
+            "ctas": self.ctas,
             "head_dim": problem.head_dim,
             "value_dim": problem.value_dim,
             "head_bytes": head_bytes,

@@ -49,6 +49,7 @@ from cutlass.cute.runtime import make_ptr
 from jax_fa4.kernels.blackwell.geometry import FRAGMENT, HEAD_FRAGMENTS, KEY_TILE, STAGES, TILE_ROWS, WARPS_PER_GROUP
 from jax_fa4.kernels.blackwell.parts import products, tensor_memory
 from jax_fa4.kernels.blackwell.parts.correction import Correction, Epilogue
+from jax_fa4.kernels.blackwell.parts.products import SharedOperand
 from jax_fa4.kernels.blackwell.parts.shape import ELEMENT_BYTES, Context, Shape
 from jax_fa4.kernels.blackwell.parts.softmax import Softmax
 from jax_fa4.kernels.parts import boxes
@@ -64,7 +65,7 @@ MMA_WARP = CORRECTION_WARP + WARPS_PER_GROUP
 EPILOGUE_WARP = MMA_WARP + 1
 LOAD_WARP = MMA_WARP + 2
 HEAD_STEPS = range(HEAD_FRAGMENTS * FRAGMENT // products.DEPTH)
-# The compiler keeps the descriptors of both stages' queries in uniform registers, of which there are not enough for more
+# The compiler keeps the descriptors of both stages' queries in uniform registers, of which there are too few for more
 # than this many steps of depth (it spills). Then they are made anew each time, from the base read anew, which is 0.
 MOST_HOISTED = 8
 TAIL_STEPS = range(HEAD_STEPS.stop, KEY_TILE // products.DEPTH)
@@ -102,34 +103,42 @@ class Load:
     def load_query(self, stage: int) -> None:
         """One stage's query rows."""
         context, item = self.context, self.context.item
-        row = item.query_tile * self.shape.rows + stage * TILE_ROWS
-        place = row, item.head, item.batch
-        barrier = context.signal("query_landed").address(stage)
-        self.load_tile(self.query_map, context.buffer("query", stage), self.shape.head_dim, place, barrier)
+        place = context.first_row(stage), item.head, item.batch
+        self.load_tile(self.query_map, "query", stage, (TILE_ROWS, self.shape.head_dim), 0, place)
 
     def load_keys(self, step: Any) -> None:
         """Keys of one step."""
-        self.load_step(self.key_map, "keys", self.shape.head_dim, self.key_place, step)
+        context, shape = self.context, self.shape
+        row = context.item.key_tile(step) * KEY_TILE + context.rank * shape.key_rows
+        self.load_step(self.key_map, "keys", (shape.key_rows, shape.head_dim), 0, row, self.key_place)
 
     def load_values(self, step: Any) -> None:
         """Values of one step."""
-        self.load_step(self.value_map, "values", self.shape.value_dim, self.value_place, step)
+        context, shape = self.context, self.shape
+        row, column = context.item.key_tile(step) * KEY_TILE, context.rank * shape.value_columns
+        self.load_step(self.value_map, "values", (KEY_TILE, shape.value_columns), column, row, self.value_place)
 
-    def load_step(self, tensor_map: Int64, name: str, dim: int, cursor: Cursor, step: Any) -> None:
-        """A tile of keys or values, when its place in the ring is free."""
+    def load_step(
+        self, tensor_map: Int64, name: str, tile: tuple[int, int], column: Any, row: Int32, cursor: Cursor
+    ) -> None:
+        """A tile (rows, columns) of keys or values, when its place in the ring is free."""
         context, item = self.context, self.context.item
         context.signal(f"{name}_free").wait_free(cursor.stage, cursor.use)
-        barrier = context.signal(f"{name}_landed").address(cursor.stage)
-        place = item.key_tile(step) * KEY_TILE, self.kv_head, item.batch
-        self.load_tile(tensor_map, context.buffer(name, cursor.stage), dim, place, barrier)
+        self.load_tile(tensor_map, name, cursor.stage, tile, column, (row, self.kv_head, item.batch))
         cursor.advance()
 
-    def load_tile(self, tensor_map: Int64, to: Int32, dim: int, place: tuple[Any, ...], barrier: Int32) -> None:
-        """128 rows from `place` (row, head, batch), box by box."""
-        width = self.shape.box_columns(dim)
-        boxes.expect(barrier, TILE_ROWS * dim * ELEMENT_BYTES)
-        for box in range(dim // width):
-            boxes.load(tensor_map, to + box * TILE_ROWS * width * ELEMENT_BYTES, (box * width, *place), barrier)
+    def load_tile(
+        self, tensor_map: Int64, name: str, stage: Any, tile: tuple[int, int], column: Any, place: tuple[Any, ...]
+    ) -> None:
+        """A tile (rows, columns) from `column` and `place` (row, head, batch), box by box."""
+        context, ctas, (rows, columns) = self.context, self.shape.ctas, tile
+        width, landed = self.shape.box_columns(columns), context.signal(f"{name}_landed")
+        to, size = context.buffer(name, stage), rows * columns * ELEMENT_BYTES * ctas
+        # The first CTA of a pair expects what both load.
+        boxes.expect(landed.address(stage), size, None if ctas == 1 else Int32(context.rank == 0))
+        for box in range(columns // width):
+            corner = (column + box * width, *place)
+            boxes.load(tensor_map, to + box * rows * width * ELEMENT_BYTES, corner, landed.address(stage), ctas)
 
 
 class Mma:
@@ -139,7 +148,8 @@ class Mma:
         shape = context.shape
         self.context, self.shape = context, shape
         self.scores, self.output = shape.score_product, shape.output_product
-        self.query = [shape.operand(shape.head_dim).lower(context.buffer("query", one)) for one in range(STAGES)]
+        query: SharedOperand = self.scores.a  # type: ignore[assignment]
+        self.query = [query.lower(context.buffer("query", one)) for one in range(STAGES)]
         self.key_place, self.value_place = Cursor(shape.key_stages), Cursor(shape.value_stages)
         self.base = tensor_memory.base(context.buffer("tensor_memory_base"))
 
@@ -184,7 +194,7 @@ class Mma:
         self.wait_landed("values", self.value_place)
         for stage in range(STAGES):
             self.multiply_values(stage, step)
-            products.commit(context.signal("out_updated").address(stage))
+            self.announce("out_updated", stage)
         self.release("values", self.value_place)
 
     def last(self, step: Any) -> None:
@@ -192,7 +202,7 @@ class Mma:
         self.wait_landed("values", self.value_place)
         for stage in range(STAGES):
             self.multiply_values(stage, step)
-            products.commit(self.context.signal("out_done").address(stage))
+            self.announce("out_done", stage)
 
     def multiply_keys(self, stage: int) -> None:
         """Scores of a stage with the keys at the cursor."""
@@ -203,7 +213,7 @@ class Mma:
             base = tensor_memory.base(self.context.buffer("tensor_memory_base"))
             query = query + base
         self.scores.issue(base, self.shape.columns(f"scores_{stage}"), query, key, steps, False)
-        products.commit(self.context.signal("scores_ready").address(stage))
+        self.announce("scores_ready", stage)
 
     def multiply_values(self, stage: int, step: Any) -> None:
         """Output of a stage with the values at the cursor, as soon as its probs are there."""
@@ -223,8 +233,12 @@ class Mma:
 
     def release(self, name: str, cursor: Cursor) -> None:
         """The tile at the cursor is free when what was issued is done."""
-        products.commit(self.context.signal(f"{name}_free").address(cursor.stage))
+        self.announce(f"{name}_free", cursor.stage)
         cursor.advance()
+
+    def announce(self, name: str, stage: Any) -> None:
+        """An event of every CTA, when what was issued is done."""
+        products.commit(self.context.signal(name).address(stage), self.shape.ctas)
 
 
 class BlackwellForward:
@@ -264,6 +278,10 @@ class BlackwellForward:
         shape = self.shape
         thread, _, _ = cute.arch.thread_idx()
         block, query_tile, section = cute.arch.block_idx()
+        rank: Any = 0
+        if cutlass.const_expr(shape.ctas == 2):
+            rank = query_tile % 2
+            query_tile = query_tile // 2
         this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         visible: Any
         if cutlass.const_expr(shape.intervals):
@@ -283,7 +301,7 @@ class BlackwellForward:
             first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
             ids = SegmentIds(query_ids + first_query, key_ids + first_key, queries, keys)
         memory = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        context = Context(shape, item, visible, ids, heads, memory)
+        context = Context(shape, item, visible, ids, heads, memory, rank)
         base_slot = context.pointer("tensor_memory_base", Int32)
         if this_warp == LOAD_WARP:
             for tensor_map in (query_map, key_map, value_map):
@@ -291,9 +309,9 @@ class BlackwellForward:
             with cute.arch.elect_one():
                 context.init_signals()
         if this_warp == MMA_WARP:
-            tensor_memory.allocate(base_slot)
+            tensor_memory.allocate(base_slot, shape.ctas)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.meet()
         if this_warp < CORRECTION_WARP:
             cute.arch.setmaxregister_increase(shape.registers("softmax"))
             statistics = RowStatistics.create(scale_log2, slack)
@@ -307,22 +325,31 @@ class BlackwellForward:
         else:
             cute.arch.setmaxregister_decrease(shape.registers("mma"))
             if this_warp == MMA_WARP:
-                Mma(context).run()
+                if rank == 0:
+                    Mma(context).run()
             elif this_warp == EPILOGUE_WARP:
                 Epilogue(context, out_map).run()
             elif this_warp == LOAD_WARP:
                 Load(context, (query_map, key_map, value_map), item.head // (heads // kv_heads)).run()
-        cute.arch.sync_threads()
+        self.meet()
         if this_warp == MMA_WARP:
-            tensor_memory.deallocate()
+            tensor_memory.deallocate(shape.ctas)
 
-    def tensor_map(self, operation: Any, pointer: cute.Pointer, dim: int) -> cute.CopyAtom:
+    def meet(self) -> None:
+        """All threads of the CTA, or of the pair: before others use its barriers, and before its memory goes."""
+        if self.shape.ctas == 2:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def tensor_map(self, operation: Any, pointer: cute.Pointer, rows: int, dim: int) -> cute.CopyAtom:
         """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""
         layout = cute.make_layout((8192, dim, 16, 8), stride=(16384, 1, 1024, 8192 * 16384))
         width = self.shape.box_columns(dim)
-        tile = cute.make_layout((TILE_ROWS, width), stride=(width, 1))
+        tile = cute.make_layout((rows, width), stride=(width, 1))
         whole = cute.make_tensor(pointer, layout)
-        return cpasync.make_tiled_tma_atom(operation, whole, tile, (TILE_ROWS, width)).atom
+        return cpasync.make_tiled_tma_atom(operation, whole, tile, (rows, width)).atom
 
     @cute.jit
     def host(
@@ -335,14 +362,18 @@ class BlackwellForward:
         """Exists for the compiler only: the package's own runtime launches the kernel."""
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         query, key, value, out = tensors
+        shape = self.shape
         maps = (
-            self.tensor_map(load, query, self.shape.head_dim),
-            self.tensor_map(load, key, self.shape.head_dim),
-            self.tensor_map(load, value, self.shape.value_dim),
-            self.tensor_map(store, out, self.shape.value_dim),
+            self.tensor_map(load, query, TILE_ROWS, shape.head_dim),
+            self.tensor_map(load, key, shape.key_rows, shape.head_dim),
+            self.tensor_map(load, value, KEY_TILE, shape.value_columns),
+            self.tensor_map(store, out, TILE_ROWS, shape.value_dim),
         )
         self.kernel(*maps, *pointers, *integers, *floats).launch(
-            grid=(1, 1, 1), block=(self.shape.plan.threads, 1, 1), min_blocks_per_mp=1
+            grid=shape.plan.cluster,
+            block=(shape.plan.threads, 1, 1),
+            cluster=shape.plan.cluster if shape.ctas == 2 else None,
+            min_blocks_per_mp=1,
         )
 
 

@@ -29,7 +29,7 @@ SCALARS = (
     "interval_stride",
 )
 SIZES = (
-    *("batch", "sections", "items", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
+    *("batch", "sections", "items", "ctas", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
     *("query_row_bytes", "key_row_bytes", "value_row_bytes", "out_row_bytes"),
     *("query_batch_bytes", "key_batch_bytes", "value_batch_bytes", "out_batch_bytes"),
 )
@@ -48,6 +48,7 @@ class Tiles:
             thread per warpgroup, softmax twice.
         has_own_probs: probs have columns of their own, so that the next scores are computed while the softmax runs;
             else they overwrite half of their scores.
+        ctas: CTAs that share an item: 1, or 2 that each hold half of the keys' rows and of the values' columns.
     """
 
     key_stages: int
@@ -55,11 +56,12 @@ class Tiles:
     emulated: int
     registers: tuple[int, int, int]
     has_own_probs: bool = False
+    ctas: int = 1
 
     @property
     def rows(self) -> int:
         """Query rows of a work item."""
-        return STAGES * TILE_ROWS
+        return STAGES * TILE_ROWS * self.ctas
 
 
 # (head_dim, value_dim), padded. Shares of emulated exponentials: see docs/sass.md.
@@ -68,6 +70,12 @@ FORWARD_TILES: dict[tuple[int, int], Tiles] = {
     (96, 96): Tiles(4, 3, 16, (192, 72, 56)),
     (128, 128): Tiles(3, 2, 16, (192, 72, 56)),
     (192, 128): Tiles(2, 1, 16, (192, 72, 56)),
+}
+
+
+# Where nothing but the end of the keys is masked, a pair of CTAs shares keys and values: each reads and holds half.
+PAIR_TILES: dict[tuple[int, int], Tiles] = {
+    (128, 128): Tiles(5, 5, 24, (192, 72, 56), ctas=2),
 }
 
 
@@ -89,8 +97,9 @@ def box_columns(dim: int) -> int:
     return 64 if dim % 64 == 0 else 32
 
 
-def _tensor_maps(dtype: str, head_dim: int, value_dim: int) -> tuple[TensorMap, ...]:
+def _tensor_maps(dtype: str, head_dim: int, value_dim: int, tiles: Tiles) -> tuple[TensorMap, ...]:
     """(head_dim, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by the rows of a tile."""
+    value_columns = value_dim // tiles.ctas
     return tuple(
         TensorMap(
             name=name,
@@ -98,14 +107,14 @@ def _tensor_maps(dtype: str, head_dim: int, value_dim: int) -> tuple[TensorMap, 
             element=dtype,
             extents=(dim_name, f"{side}_length", heads, "batch"),
             strides_bytes=(f"{name}_row_bytes", head_bytes, f"{name}_batch_bytes"),
-            box=(box_columns(dim), TILE_ROWS, 1, 1),
+            box=(box_columns(dim), rows, 1, 1),
             swizzle_bytes=box_columns(dim) * DTYPES[dtype],
         )
-        for name, side, heads, dim, dim_name, head_bytes in (
-            ("query", "query", "heads", head_dim, "head_dim", "head_bytes"),
-            ("key", "key", "kv_heads", head_dim, "head_dim", "head_bytes"),
-            ("value", "key", "kv_heads", value_dim, "value_dim", "value_head_bytes"),
-            ("out", "query", "heads", value_dim, "value_dim", "value_head_bytes"),
+        for name, side, heads, rows, dim, dim_name, head_bytes in (
+            ("query", "query", "heads", TILE_ROWS, head_dim, "head_dim", "head_bytes"),
+            ("key", "key", "kv_heads", KEY_TILE // tiles.ctas, head_dim, "head_dim", "head_bytes"),
+            ("value", "key", "kv_heads", KEY_TILE, value_columns, "value_dim", "value_head_bytes"),
+            ("out", "query", "heads", TILE_ROWS, value_dim, "value_dim", "value_head_bytes"),
         )
     )
 
@@ -127,9 +136,10 @@ def _tensor_memory(value_dim: int, tiles: Tiles) -> tuple[TensorBuffer, ...]:
 
 def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) -> tuple[Event, ...]:
     """Copies and products arrive once; of the others one lane of each warp does."""
-    softmax, correction = ("softmax", WARPS_PER_GROUP), ("correction", WARPS_PER_GROUP)
+    warps = WARPS_PER_GROUP * tiles.ctas  # the tensor core waits for those of both CTAs of a pair
+    softmax, correction = ("softmax", warps), ("correction", warps)
     own_probs = (
-        Event("scores_read", (softmax,), ("mma",), WARPS_PER_GROUP, STAGES),
+        Event("scores_read", (softmax,), ("mma",), warps, STAGES),
         Event("out_updated", (("mma", 1),), ("softmax",), 1, STAGES),
     )
     return (
@@ -139,10 +149,10 @@ def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) ->
         Event("values_landed", (("load", 1),), ("mma",), 1, tiles.value_stages, value_bytes),
         Event("values_free", (("mma", 1),), ("load",), 1, tiles.value_stages),
         Event("scores_ready", (("mma", 1),), ("softmax",), 1, STAGES),
-        Event("output_ready", (softmax, correction), ("mma",), 2 * WARPS_PER_GROUP, STAGES),
-        Event("probs_ready", (softmax,), ("mma",), WARPS_PER_GROUP, STAGES),
+        Event("output_ready", (softmax, correction), ("mma",), 2 * warps, STAGES),
+        Event("probs_ready", (softmax,), ("mma",), warps, STAGES),
         Event("out_done", (("mma", 1),), ("softmax", "correction"), 1, STAGES),
-        Event("out_staged", (correction,), ("epilogue",), WARPS_PER_GROUP, STAGES),
+        Event("out_staged", (("correction", WARPS_PER_GROUP),), ("epilogue",), WARPS_PER_GROUP, STAGES),
         *(own_probs if tiles.has_own_probs else ()),
     )
 
@@ -212,16 +222,19 @@ def forward_plan(
     operands = ["query", "key", "value"]
     if sinks:
         operands.append("sinks")
+    if mask != "causal" and tiles.ctas == 2:
+        raise PlanError(f"forward: mask {mask!r} with ctas 2; pairs of CTAs take 'causal'.")
     if mask in ("intervals", "ids"):
         operands += ["item_table", "lo", "hi"]
     if mask == "ids":
         operands += ["query_ids", "key_ids"]
-    grid = (Extent((("section_heads", 1),)), Extent((("query_length", tiles.rows),)), Extent((("sections", 1),)))
+    query_tiles = Extent((("query_length", tiles.rows), ("ctas", 1)))
+    grid = (Extent((("section_heads", 1),)), query_tiles, Extent((("sections", 1),)))
     if mask in ("intervals", "ids"):
         grid = (Extent((("items", 1),)), Extent(), Extent())
     head_dim, value_dim = head_dims
     query_bytes = TILE_ROWS * head_dim * DTYPES[dtype]
-    key_bytes, value_bytes = KEY_TILE * head_dim * DTYPES[dtype], KEY_TILE * value_dim * DTYPES[dtype]
+    key_bytes, value_bytes = (KEY_TILE // tiles.ctas * dim * DTYPES[dtype] for dim in head_dims)
     return KernelPlan(
         kernel="forward",
         architecture=ARCHITECTURE,
@@ -237,6 +250,7 @@ def forward_plan(
             ("value_stages", tiles.value_stages),
             ("emulated", tiles.emulated),
             ("own_probs", tiles.has_own_probs),
+            ("ctas", tiles.ctas),
         ),
         operands=tuple(operands),
         results=("out", "lse"),
@@ -251,8 +265,9 @@ def forward_plan(
         ),
         grid=grid,
         roles=_roles(tiles),
-        tensor_maps=_tensor_maps(dtype, head_dim, value_dim),
+        tensor_maps=_tensor_maps(dtype, head_dim, value_dim, tiles),
+        cluster=(1, tiles.ctas, 1),
         shared=_shared(tiles, query_bytes, key_bytes, value_bytes, TILE_ROWS * value_dim * DTYPES[dtype]),
         tensor_memory=_tensor_memory(value_dim, tiles),
-        events=_events(tiles, query_bytes, key_bytes, value_bytes),
+        events=_events(tiles, query_bytes * tiles.ctas, key_bytes * tiles.ctas, value_bytes * tiles.ctas),
     )

@@ -18,7 +18,6 @@ from jax_fa4.kernels.parts.assembly import assembly
 
 _CUTE: Any = cute_ir  # without stubs
 _ELECT = "{ .reg .pred elected; elect.sync _|elected, -1; @elected "
-PEER_MASK = 0xFEFFFFFF  # clears the bit that tells the second CTA of a pair: the address of the same place in the first
 
 
 def address_of(tensor_map: cute.CopyAtom) -> Int64:
@@ -34,23 +33,28 @@ def prefetch(tensor_map: Int64) -> None:
     assembly(_ELECT + "prefetch.tensormap [$0]; }", [], tensor_map)
 
 
-def expect(barrier: Int32, size: int) -> None:
-    """Arrive at a barrier and announce that `size` bytes will arrive there too."""
-    assembly(_ELECT + f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size}; }}", [], barrier)
+def expect(barrier: Int32, size: int, is_expecting: Int32 | None = None) -> None:
+    """Arrive at a barrier of this CTA and announce that `size` bytes will arrive there too; not where `is_expecting`
+    is 0."""
+    text = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size}; }}"
+    if is_expecting is None:
+        assembly(_ELECT + text, [], barrier)
+        return
+    both = "{ .reg .pred elected, both; elect.sync _|elected, -1; setp.ne.and.b32 both, $1, 0, elected; @both "
+    assembly(both + text, [], barrier, is_expecting)
 
 
 def load(tensor_map: Int64, to: Int32, corner: tuple[Any, Any, Any, Any], barrier: Int32, ctas: int = 1) -> None:
     """Copy the box at `corner` (column, row, head, batch) to shared memory and signal its bytes to `barrier`.
 
-    With a pair of CTAs the barrier is the first one's, whichever loads.
+    With a pair of CTAs the barrier may be either's, as an address of the cluster's shared memory.
     """
-    group, at = ("", barrier) if ctas == 1 else (".cta_group::2", barrier & Int32(PEER_MASK - (1 << 32)))
-    space = "shared::cta" if ctas == 1 else "shared::cluster"
+    group, space = ("", "shared::cta") if ctas == 1 else (".cta_group::2", "shared::cluster")
     text = (
         _ELECT + f"cp.async.bulk.tensor.4d.{space}.global.tile.mbarrier::complete_tx::bytes{group} "
         "[$0], [$1, {$2, $3, $4, $5}], [$6]; }"
     )
-    assembly(text, [], to, tensor_map, *(Int32(one) for one in corner), at)
+    assembly(text, [], to, tensor_map, *(Int32(one) for one in corner), barrier)
 
 
 def store(tensor_map: Int64, source: Int32, corner: tuple[Any, Any, Any, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from jax_fa4.kernels.parts.assembly import assembly
 
@@ -25,11 +25,13 @@ class Signal:
         pointer: the first, in shared memory.
         stages: how many.
         count: arrivals that end a phase.
+        in_leader: address of the first in the other CTA of a pair, or this one, that everyone arrives at; None: here.
     """
 
     pointer: cute.Pointer
     stages: int
     count: int
+    in_leader: Int32 | None = None
 
     def init(self) -> None:
         """Set the arrival counts (call in one thread)."""
@@ -37,8 +39,9 @@ class Signal:
             cute.arch.mbarrier_init(self.pointer + stage, self.count)
 
     def address(self, stage: Any) -> Int32:
-        """The shared-memory address of a stage's barrier."""
-        return self.pointer.toint() + Int32(stage) * BARRIER_BYTES
+        """The shared-memory address of a stage's barrier, of the leader's if there is one."""
+        first = self.pointer.toint() if self.in_leader is None else self.in_leader
+        return first + Int32(stage) * BARRIER_BYTES
 
     def wait(self, stage: Any, use: Any) -> None:
         """Wait until the use-th phase of a stage is over."""
@@ -48,17 +51,10 @@ class Signal:
         """Wait until the phase before the use-th is over, which holds at once for use 0."""
         cute.arch.mbarrier_wait(self.pointer + stage, (use & 1) ^ 1)
 
-    def arrive(self, stage: Any, is_arriving: Boolean | None = None) -> None:
-        """This thread's arrival, where `is_arriving`."""
-        if is_arriving is None:
-            assembly("mbarrier.arrive.shared::cta.b64 _, [$0];", [], self.address(stage))
-            return
-        text = "{ .reg .pred arrives; setp.ne.b32 arrives, $1, 0;\n@arrives mbarrier.arrive.shared::cta.b64 _, [$0]; }"
-        assembly(text, [], self.address(stage), Int32(is_arriving))
-
     def arrive_elected(self, stage: Any) -> None:
         """One lane's arrival, for the whole warp."""
-        text = "{ .reg .pred elected; elect.sync _|elected, -1;\n@elected mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+        where = "shared::cta" if self.in_leader is None else "release.cluster.shared::cluster"
+        text = f"{{ .reg .pred elected; elect.sync _|elected, -1;\n@elected mbarrier.arrive.{where}.b64 _, [$0]; }}"
         assembly(text, [], self.address(stage))
 
 

@@ -82,7 +82,7 @@ class Correction:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             context.signal("out_staged").arrive_elected(stage)
-            row = item.query_tile * self.shape.rows + stage * TILE_ROWS + self.row
+            row = context.first_row(stage) + self.row
             if row < context.visible.queries:
                 place = (Int64(item.batch) * context.visible.queries + row) * context.heads + item.head
                 cute.make_tensor(lse + place, cute.make_layout(1))[0] = log_sum
@@ -128,7 +128,7 @@ class Epilogue:
         width = shape.box_columns(shape.value_dim)
         for stage in range(STAGES):
             context.signal("out_staged").wait(stage, Int32(0))
-            row = item.query_tile * shape.rows + stage * TILE_ROWS
+            row = context.first_row(stage)
             for box in range(shape.value_dim // width):
                 source = context.buffer("staged_out", stage) + box * TILE_ROWS * width * ELEMENT_BYTES
                 boxes.store(self.map, source, (box * width, row, item.head, item.batch))

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64
 
 from jax_fa4.kernels.blackwell.geometry import KEY_TILE, STAGES, TILE_ROWS, emulated_pairs
 from jax_fa4.kernels.blackwell.parts.products import Product, SharedOperand
+from jax_fa4.kernels.parts.assembly import assembly
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.signals import Signal
 from jax_fa4.kernels.plan import KernelPlan
@@ -32,6 +33,7 @@ class Shape:
     value_stages: int
     emulated: tuple[int, ...]  # pairs of each fragment that the polynomial computes
     has_own_probs: bool
+    ctas: int  # that share an item and every product: 1, or 2
     intervals: bool  # masks from memory, else by arithmetic
     has_left: bool  # an arithmetic mask's left edge is not always 0
     has_ids: bool  # masked tiles may have to compare ids
@@ -52,6 +54,7 @@ class Shape:
             value_stages=option("value_stages"),
             emulated=emulated_pairs(option("emulated")),
             has_own_probs=option("own_probs"),
+            ctas=option("ctas"),
             intervals=mask in ("intervals", "ids"),
             has_left=mask == "window",
             has_ids=mask == "ids",
@@ -62,7 +65,7 @@ class Shape:
     @property
     def rows(self) -> int:
         """Query rows of a work item."""
-        return STAGES * TILE_ROWS
+        return STAGES * TILE_ROWS * self.ctas
 
     def registers(self, role: str) -> int:
         """Registers of a role's threads."""
@@ -76,9 +79,19 @@ class Shape:
         """Bytes of one stage of a shared buffer."""
         return next(one.bytes for one in self.plan.shared if one.name == buffer)
 
-    def operand(self, dim: int, is_transposed: bool = False) -> SharedOperand:
-        """A tile of 128 rows of `dim` columns in shared memory."""
-        return SharedOperand(self.box_columns(dim) * ELEMENT_BYTES, TILE_ROWS, is_transposed)
+    @property
+    def key_rows(self) -> int:
+        """Keys of a tile that one CTA holds; a product takes the rest from the other."""
+        return KEY_TILE // self.ctas
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of the values that one CTA holds."""
+        return self.value_dim // self.ctas
+
+    def operand(self, dim: int, rows: int, is_transposed: bool = False) -> SharedOperand:
+        """A tile of `rows` rows of `dim` columns in shared memory."""
+        return SharedOperand(self.box_columns(dim) * ELEMENT_BYTES, rows, is_transposed)
 
     @staticmethod
     def box_columns(dim: int) -> int:
@@ -88,14 +101,14 @@ class Shape:
     @property
     def score_product(self) -> Product:
         """S = Q K^T."""
-        operand = self.operand(self.head_dim)
-        return Product(TILE_ROWS, KEY_TILE, operand, operand, self.dtype is cutlass.BFloat16)
+        query, key = (self.operand(self.head_dim, rows) for rows in (TILE_ROWS, self.key_rows))
+        return Product(TILE_ROWS * self.ctas, KEY_TILE, query, key, self.dtype is cutlass.BFloat16, self.ctas)
 
     @property
     def output_product(self) -> Product:
         """O += P V, P from tensor memory."""
-        value = self.operand(self.value_dim, is_transposed=True)
-        return Product(TILE_ROWS, self.value_dim, None, value, self.dtype is cutlass.BFloat16)
+        value = self.operand(self.value_columns, KEY_TILE, is_transposed=True)
+        return Product(TILE_ROWS * self.ctas, self.value_dim, None, value, self.dtype is cutlass.BFloat16, self.ctas)
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,13 @@ class Context:
     ids: Any  # SegmentIds, or None where nothing compares them
     heads: Int32
     memory: cute.Pointer  # dynamic shared memory
+    rank: Any  # of this CTA in its pair; 0 where there are no pairs
+
+    def first_row(self, stage: Any) -> Int32:
+        """First query row of this CTA's tile of a stage: the tiles of a pair lie next to each other, as a product takes
+        them."""
+        tile = Int32(stage) * self.shape.ctas + self.rank
+        return self.item.query_tile * self.shape.rows + tile * TILE_ROWS
 
     def buffer(self, name: str, stage: Any = 0) -> Int32:
         """Shared-memory address of a stage of a buffer."""
@@ -124,11 +144,15 @@ class Context:
         return cute.make_tensor(self.pointer(name, Float32) + (Int32(stage) * TILE_ROWS + row), cute.make_layout(1))
 
     def signal(self, name: str) -> Signal:
-        """The barriers of an event."""
+        """The barriers of an event; of a pair, those that the tensor core's warp waits for are the first CTA's."""
         plan = self.shape.plan
         event = next(one for one in plan.events if one.name == name)
         pointer = cute.recast_ptr(self.memory + plan.event_offsets[name], dtype=Int64)
-        return Signal(pointer, event.stages, event.count)
+        in_leader = None
+        if self.shape.ctas == 2 and event.waiters == ("mma",):
+            text = "mapa.shared::cluster.u32 $0, $1, 0;"
+            in_leader = assembly(text, [Int32], pointer.toint(), has_effect=False)
+        return Signal(pointer, event.stages, event.count, in_leader)
 
     def init_signals(self) -> None:
         """Set every barrier's count (call in one thread)."""

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from jax_fa4.kernels.blackwell.geometry import FRAGMENT, FRAGMENTS, HEAD_FRAGMENTS, KEY_TILE, TILE_ROWS
+from jax_fa4.kernels.blackwell.geometry import FRAGMENT, FRAGMENTS, HEAD_FRAGMENTS, KEY_TILE
 from jax_fa4.kernels.blackwell.parts import tensor_memory
 from jax_fa4.kernels.blackwell.parts.shape import Context
 from jax_fa4.kernels.parts.assembly import assembly
@@ -44,7 +44,7 @@ class Softmax:
         self.scores = lanes + stage * KEY_TILE
         probs = [self.shape.columns(f"probs_{one}") for one in range(2)]
         self.probs = lanes + probs[0] + stage * (probs[1] - probs[0])
-        self.query_row = context.item.query_tile * self.shape.rows + stage * TILE_ROWS + thread
+        self.query_row = context.first_row(stage) + thread
 
     @cute.jit
     def run(self) -> None:
@@ -65,8 +65,8 @@ class Softmax:
         context, item, shape = self.context, self.context.item, self.shape
         if shape.has_left or shape.intervals:
             return item.masked_count
-        first_row = item.query_tile * shape.rows + self.stage * TILE_ROWS
-        return item.end - cutlass.min(cutlass.max(context.visible.hi(first_row) // KEY_TILE, item.begin), item.end)
+        whole = context.visible.hi(context.first_row(self.stage)) // KEY_TILE
+        return item.end - cutlass.min(cutlass.max(whole, item.begin), item.end)
 
     def step(self, step: Any, is_masked: bool, is_first: bool) -> None:
         """One tile: scores from tensor memory, probs back to it."""
