@@ -18,20 +18,25 @@ from jax_fa4.ffi.forward_call import (
     why_no_kernel,
 )
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
+from jax_fa4.kernels import bundle
 from jax_fa4.kernels.blackwell.geometry import KEY_TILE
 from jax_fa4.kernels.blackwell.plans import (
+    ARCHITECTURE_NAMES,
     FORWARD_DTYPES,
     FORWARD_TILES,
     PAIR_TILES,
     Tiles,
     forward_plan,
     padded_head_dims,
+    tiles_for,
 )
-from jax_fa4.kernels.plan import PlanError
+from jax_fa4.kernels.plan import KernelPlan, PlanError
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 
+__all__ = ["ARCHITECTURE_NAMES", "blackwell_forward", "describe", "why_not"]
 
-def why_not(problem: AttentionProblem) -> str | None:
+
+def why_not(problem: AttentionProblem, *, architecture: str = "sm_100f") -> str | None:
     """None where the kernel takes the problem's forward; else one sentence with the remedy."""
     if (reason := why_no_kernel(problem, "Blackwell", FORWARD_DTYPES)) is not None:
         return reason
@@ -39,19 +44,50 @@ def why_not(problem: AttentionProblem) -> str | None:
         padded_head_dims(problem.head_dim, problem.value_dim)
     except PlanError as error:
         return f"{error} {REMEDY}"
-    return None
+    return bundle.why_unavailable(plan_of(problem, architecture))
 
 
-def choose_tiles(problem: AttentionProblem, dims: tuple[int, int]) -> Tiles:
-    """The sizes for a problem: a pair of CTAs where nothing is masked and there is work for two."""
+def tiles_of(problem: AttentionProblem, architecture: str) -> Tiles:
+    """The sizes of the kernel that takes a problem: a pair of CTAs where nothing is masked and two have work."""
+    dims = padded_head_dims(problem.head_dim, problem.value_dim)
     is_dense = mask_kind(problem) == "causal" and problem.mask.band[1] is None
-    if is_dense and dims in PAIR_TILES and problem.query_length > FORWARD_TILES[dims].rows:
-        return PAIR_TILES[dims]
-    return FORWARD_TILES[dims]
+    has_pair = is_dense and dims in PAIR_TILES and problem.query_length > FORWARD_TILES[dims].rows
+    return tiles_for(architecture, (PAIR_TILES if has_pair else FORWARD_TILES)[dims])
+
+
+def plan_of(problem: AttentionProblem, architecture: str, tiles: Tiles | None = None) -> KernelPlan:
+    """The plan of the kernel that takes a problem; `tiles` None: those of `tiles_of`."""
+    return forward_plan(
+        problem.dtype,
+        padded_head_dims(problem.head_dim, problem.value_dim),
+        mask_kind(problem),
+        tiles=tiles or tiles_of(problem, architecture),
+        soft_cap=problem.logits_soft_cap is not None,
+        sinks=problem.has_sinks,
+        architecture=architecture,
+    )
+
+
+def forward_call(problem: AttentionProblem, architecture: str, tiles: Tiles | None = None) -> ForwardCall:
+    """The problem as the kernel of these sizes takes it; `tiles` None: those of `tiles_of`."""
+    tiles = tiles or tiles_of(problem, architecture)
+    return ForwardCall(problem, tiles.rows, KEY_TILE, ARCHITECTURES[architecture[:-1]], tiles.ctas)
+
+
+def describe(problem: AttentionProblem, *, architecture: str = "sm_100f") -> list[tuple[str, str]]:
+    """What `explain` says of the forward of a problem that the kernel takes."""
+    call = forward_call(problem, architecture)
+    status = ("status", "emulated and compiled; not yet run on Blackwell silicon")
+    return [*call.describe(plan_of(problem, architecture)), status]
 
 
 def blackwell_forward(
-    problem: AttentionProblem, operands: AttentionOperands, *, tiles: Tiles | None = None, driver: str = CUDA_DRIVER
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    *,
+    architecture: str = "sm_100f",
+    tiles: Tiles | None = None,
+    driver: str = CUDA_DRIVER,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention by the kernel of `jax_fa4.kernels.blackwell.forward`.
 
@@ -59,7 +95,8 @@ def blackwell_forward(
       problem: the call; `why_not` says which are taken.
       operands: query (B, T, N, D), key (B, S, K, D) and value (B, S, K, Dv), bfloat16 or float16; sinks, ids and
         lengths as the problem says.
-      tiles: sizes of the kernel; None: those of `FORWARD_TILES`.
+      architecture: one of `ARCHITECTURE_NAMES`.
+      tiles: sizes of the kernel; None: those of `tiles_of`.
       driver: the driver library that launches it.
 
     Returns:
@@ -69,21 +106,11 @@ def blackwell_forward(
       LaunchError: the problem is none that the kernel takes, or too large for a grid.
       KernelUnavailableError: no binary is at hand.
     """
-    if (reason := why_not(problem)) is not None:
+    if (reason := why_not(problem, architecture=architecture)) is not None:
         raise LaunchError(reason)
     if problem.is_empty:
         return empty_results(problem, operands)
-    dims = padded_head_dims(problem.head_dim, problem.value_dim)
-    tiles = tiles or choose_tiles(problem, dims)
-    plan = forward_plan(
-        problem.dtype,
-        dims,
-        mask_kind(problem),
-        tiles=tiles,
-        soft_cap=problem.logits_soft_cap is not None,
-        sinks=problem.has_sinks,
-    )
-    call = ForwardCall(problem, tiles.rows, KEY_TILE, ARCHITECTURES["sm_100"], tiles.ctas)
+    plan, call = plan_of(problem, architecture, tiles), forward_call(problem, architecture, tiles)
     buffers, integers = call.arguments(operands)
     results = launch(plan, buffers, call.results(), integers, softmax_floats(problem), driver=driver)
     return results["out"], results["lse"]

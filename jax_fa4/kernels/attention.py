@@ -6,6 +6,7 @@ them. What the kernels do not take is refused when the call is traced, forward a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ import jax
 from jax_fa4 import emulator
 from jax_fa4.blockwise import blockwise
 from jax_fa4.dispatch import Target, current_target
-from jax_fa4.ffi import hopper_forward, launch
-from jax_fa4.kernels.plan import Architecture, architecture_for
+from jax_fa4.ffi import blackwell_forward, hopper_forward, launch
+from jax_fa4.kernels.plan import Architecture, architectures_for
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 
 Pair = tuple[jax.Array, jax.Array]
@@ -39,6 +40,15 @@ class Kernels:
     describe: Callable[[AttentionProblem], Details]
 
 
+def _blackwell_kernels(architecture: str) -> Kernels:
+    return Kernels(
+        forward=functools.partial(blackwell_forward.blackwell_forward, architecture=architecture),
+        backward=None,
+        why_not=functools.partial(blackwell_forward.why_not, architecture=architecture),
+        describe=functools.partial(blackwell_forward.describe, architecture=architecture),
+    )
+
+
 # By the names of `jax_fa4.kernels.plan.ARCHITECTURES`.
 KERNELS: Mapping[str, Kernels] = {
     "sm_90a": Kernels(
@@ -47,6 +57,7 @@ KERNELS: Mapping[str, Kernels] = {
         why_not=hopper_forward.why_not,
         describe=hopper_forward.describe,
     ),
+    **{name: _blackwell_kernels(name) for name in blackwell_forward.ARCHITECTURE_NAMES},
 }
 
 
@@ -61,8 +72,9 @@ def capability_of(target: Target) -> tuple[int, int] | None:
 def architecture_of(target: Target) -> Architecture | None:
     """The architecture for which there are attention kernels that run on a target; None where there is none."""
     capability = capability_of(target)
-    architecture = None if capability is None else architecture_for(capability)
-    return architecture if architecture is not None and architecture.name in KERNELS else None
+    known = () if capability is None else architectures_for(capability)
+    # The most special one comes last: it has what the others lack.
+    return next((one for one in reversed(known) if one.name in KERNELS), None)
 
 
 def kernels_of(target: Target) -> Kernels:

@@ -53,6 +53,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     for architecture in (
         Architecture("sm_90a", (9, 0), family=False, shared_bytes_per_block=232448, tensor_memory_columns=0),
         Architecture("sm_100f", (10, 0), family=True, shared_bytes_per_block=232448, tensor_memory_columns=512),
+        Architecture("sm_103a", (10, 3), family=False, shared_bytes_per_block=232448, tensor_memory_columns=512),
     )
 }
 DTYPES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -65,9 +66,20 @@ TENSOR_MAP_BYTES = 128
 BARRIER_BYTES = 8
 
 
+def architectures_for(capability: tuple[int, int]) -> tuple[Architecture, ...]:
+    """The architectures whose code runs on a device of that compute capability, the most general first."""
+    return tuple(one for one in ARCHITECTURES.values() if one.accepts(capability))
+
+
 def architecture_for(capability: tuple[int, int]) -> Architecture | None:
-    """The architecture whose code runs on a device of that compute capability; None where there is none."""
-    return next((one for one in ARCHITECTURES.values() if one.accepts(capability)), None)
+    """The most general architecture whose code runs on a device of that compute capability; None where there is none.
+    The wheel has every kernel for it, and only some for others (see `architectures_for`)."""
+    return next(iter(architectures_for(capability)), None)
+
+
+def general_architectures() -> tuple[str, ...]:
+    """The architectures that are the most general for some device."""
+    return tuple(one.name for one in ARCHITECTURES.values() if architecture_for(one.capability) is one)
 
 
 ParameterKind = Literal["operand", "result", "int32", "int64", "float32", "divisor", "tensor_map"]

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, forward_plan
-from jax_fa4.kernels.plan import ARCHITECTURES, DTYPES, HEAD_DIMS, Extent, KernelPlan, Parameter, PlanError, Role
+from jax_fa4.kernels.plan import (
+    DTYPES,
+    HEAD_DIMS,
+    Extent,
+    KernelPlan,
+    Parameter,
+    PlanError,
+    Role,
+    general_architectures,
+)
 
 VECTOR_BYTES = 16  # the widest load and store of a thread
 PREPROCESS_WARPS = 8
@@ -119,7 +128,7 @@ def postprocess_plan(architecture: str, dtype: str, head_dim: int, accumulator_w
 
 def bundled_plans() -> Iterator[KernelPlan]:
     """Plans whose binaries the wheel carries."""
-    for architecture in ARCHITECTURES:
+    for architecture in general_architectures():
         for dtype in DTYPES:
             for head_dim in HEAD_DIMS:
                 yield preprocess_plan(architecture, dtype, head_dim, head_dim)

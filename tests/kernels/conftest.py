@@ -1,4 +1,4 @@
-"""The emulated Hopper GPU for tests of kernels, with every check on."""
+"""The emulated GPUs for tests of kernels, with every check on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax_fa4
 from jax_fa4 import emulator
 from tests.emulator.conftest import built_library, gpu
 
-__all__ = ["built_library", "gpu", "hopper"]
+__all__ = ["blackwell", "built_library", "gpu", "hopper"]
 
 
 @pytest.fixture
@@ -18,4 +18,12 @@ def hopper(gpu: None) -> Iterator[None]:
     """Calls are traced for an emulated H100, which runs on as many host threads as there are."""
     emulator.set_options(threads=0, stuck_after=4_000_000)
     with jax_fa4.target("sm_90"):
+        yield
+
+
+@pytest.fixture
+def blackwell(gpu: None) -> Iterator[None]:
+    """Calls are traced for an emulated B200, which runs on one host thread, so that a seed repeats a run."""
+    emulator.set_options(stuck_after=4_000_000)
+    with jax_fa4.target("sm_100"):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ from jax_fa4.kernels.plan import (
     TensorMap,
 )
 
-ARCHITECTURE = "sm_100f"
+ARCHITECTURE_NAMES = ("sm_100f", "sm_103a")
 FORWARD_DTYPES = ("bfloat16", "float16")
 Mask = Literal["causal", "window", "intervals", "ids"]
 MASKS: tuple[Mask, ...] = ("causal", "window", "intervals", "ids")
@@ -77,6 +78,12 @@ FORWARD_TILES: dict[tuple[int, int], Tiles] = {
 PAIR_TILES: dict[tuple[int, int], Tiles] = {
     (128, 128): Tiles(5, 5, 24, (192, 72, 56), ctas=2),
 }
+
+
+def tiles_for(architecture: str, tiles: Tiles) -> Tiles:
+    """The sizes on an architecture: compute capability 10.3 has twice the special-function units, so that no
+    exponential is worth emulating there."""
+    return dataclasses.replace(tiles, emulated=0) if architecture == "sm_103a" else tiles
 
 
 def padded_head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -193,6 +200,7 @@ def forward_plan(
     tiles: Tiles | None = None,
     soft_cap: bool = False,
     sinks: bool = False,
+    architecture: str = "sm_100f",
 ) -> KernelPlan:
     """The forward for one pair of padded head dimensions.
 
@@ -206,6 +214,7 @@ def forward_plan(
         tiles: the sizes; None: those of `FORWARD_TILES`.
         soft_cap: scores are capped.
         sinks: one logit per head joins the softmax.
+        architecture: one of `ARCHITECTURE_NAMES`.
 
     Raises PlanError on what no device could run.
     """
@@ -214,7 +223,7 @@ def forward_plan(
             f"forward: dtype {dtype!r} with head dimensions {head_dims}; the Blackwell kernel takes "
             f"{', '.join(FORWARD_DTYPES)} with {', '.join(map(str, FORWARD_TILES))}."
         )
-    tiles = tiles or FORWARD_TILES[head_dims]
+    tiles = tiles or tiles_for(architecture, FORWARD_TILES[head_dims])
     try:
         emulated_pairs(tiles.emulated)
     except ValueError as error:
@@ -237,7 +246,7 @@ def forward_plan(
     key_bytes, value_bytes = (KEY_TILE // tiles.ctas * dim * DTYPES[dtype] for dim in head_dims)
     return KernelPlan(
         kernel="forward",
-        architecture=ARCHITECTURE,
+        architecture=architecture,
         source="jax_fa4.kernels.blackwell.forward",
         options=(
             ("dtype", dtype),

@@ -73,22 +73,22 @@ class RowStatistics:
         sums.fill(0.0)
         return RowStatistics(scale_log2, slack, maximum, sums)
 
-    def take_first(self, scores: Sequence[Float32]) -> ScaledRow:
+    def take_first(self, highest: Float32) -> ScaledRow:
         """Take the maximum of the first tile."""
-        self.max[0] = highest_of(scores)
+        self.max[0] = highest
         return self._scaled(finite(self.max[0]))
 
-    def raise_max(self, scores: Sequence[Float32], may_be_hidden: bool) -> tuple[ScaledRow, Float32]:
+    def raise_max(self, highest: Float32, may_be_hidden: bool) -> tuple[ScaledRow, Float32]:
         """Take a later tile's maximum if it exceeds the one in use by more than the slack.
 
         Args:
-            scores: of the tile.
+            highest: of the tile's scores.
             may_be_hidden: whether all of them may be -inf; else some is finite.
 
         Returns:
             How to scale the tile, and the factor for what was computed against the older maximum.
         """
-        older, highest = self.max[0], highest_of(scores)
+        older = self.max[0]
         # A row that has seen nothing has the limit -inf, which every finite score exceeds.
         newest = cutlass.select_(highest > older + self.slack, highest, older)
         in_use = finite(newest) if may_be_hidden else newest

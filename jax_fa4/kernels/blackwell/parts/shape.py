@@ -34,6 +34,7 @@ class Shape:
     emulated: tuple[int, ...]  # pairs of each fragment that the polynomial computes
     has_own_probs: bool
     ctas: int  # that share an item and every product: 1, or 2
+    loads_max: bool  # loads from tensor memory can tell the highest of what they load
     intervals: bool  # masks from memory, else by arithmetic
     has_left: bool  # an arithmetic mask's left edge is not always 0
     has_ids: bool  # masked tiles may have to compare ids
@@ -55,6 +56,7 @@ class Shape:
             emulated=emulated_pairs(option("emulated")),
             has_own_probs=option("own_probs"),
             ctas=option("ctas"),
+            loads_max=plan.architecture == "sm_103a",
             intervals=mask in ("intervals", "ids"),
             has_left=mask == "window",
             has_ids=mask == "ids",

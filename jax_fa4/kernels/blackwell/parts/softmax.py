@@ -15,7 +15,7 @@ from jax_fa4.kernels.parts.assembly import assembly
 from jax_fa4.kernels.parts.exp2 import ScaledRow
 from jax_fa4.kernels.parts.rounding import round_pair
 from jax_fa4.kernels.parts.row_mask import hide, hide_other_ids
-from jax_fa4.kernels.parts.row_softmax import RowStatistics, cap
+from jax_fa4.kernels.parts.row_softmax import RowStatistics, cap, highest_of
 
 FACTOR_BARRIER = 1  # named barriers 1 .. 8: a warp of the softmax (stage, warp) and the correction warp of its rows
 PAIR_THREADS = 64
@@ -73,15 +73,12 @@ class Softmax:
         context, statistics = self.context, self.statistics
         context.signal("scores_ready").wait(self.stage, step)
         tensor_memory.fence_after_wait()
-        scores: list[Any] = []
-        for fragment in range(FRAGMENTS):
-            scores += tensor_memory.load(self.scores, FRAGMENT, fragment * FRAGMENT)
-        self.finish_scores(scores, step, is_masked)
+        scores, highest = self.load_scores(step, is_masked)
         factor = None
         if is_first:
-            scaled = statistics.take_first(scores)
+            scaled = statistics.take_first(highest)
         else:
-            scaled, factor = statistics.raise_max(scores, is_masked)
+            scaled, factor = statistics.raise_max(highest, is_masked)
         if self.shape.has_own_probs:
             self.release_scores(step, is_first)
         if factor is not None:
@@ -90,6 +87,17 @@ class Softmax:
             notify_pair(self.pair)
         powers = self.store_probs(scores, scaled, is_masked)
         statistics.add(powers, factor)
+
+    def load_scores(self, step: Any, is_masked: bool) -> tuple[list[Any], Float32]:
+        """The row's scores, capped and masked, and the highest of them."""
+        if self.shape.loads_max and not is_masked and not self.shape.has_cap:
+            found = [tensor_memory.load_with_max(self.scores, FRAGMENT, one * FRAGMENT) for one in range(FRAGMENTS)]
+            return [score for scores, _ in found for score in scores], highest_of([highest for _, highest in found])
+        scores: list[Any] = []
+        for fragment in range(FRAGMENTS):
+            scores += tensor_memory.load(self.scores, FRAGMENT, fragment * FRAGMENT)
+        self.finish_scores(scores, step, is_masked)
+        return scores, highest_of(scores)
 
     def release_scores(self, step: Any, is_first: bool) -> None:
         """The scores are in registers; the probs' columns are free when the product with the last ones is done."""

@@ -53,6 +53,15 @@ def load(address: Int32, columns: int, offset: int = 0) -> tuple[Any, ...]:
     return tuple(assembly(text, [Float32] * columns, address))
 
 
+def load_with_max(address: Int32, columns: int, offset: int = 0) -> tuple[tuple[Any, ...], Float32]:
+    """`load`, and the highest of what it loads; on compute capability 10.3, not on 10.0."""
+    registers = ", ".join(f"${place}" for place in range(columns))
+    text = f"tcgen05.ld.red.sync.aligned.32x32b.x{columns}.max.f32 {{{registers}}}, "
+    text += f"${columns}, [${columns + 1} + {offset}];"
+    *values, highest = assembly(text, [Float32] * (columns + 1), address)
+    return tuple(values), highest
+
+
 def store(address: Int32, values: Sequence[Float32 | Uint32], offset: int = 0) -> None:
     """Write this thread's lane from column address + offset on; the number of values is a power of two up to 128."""
     count = len(values)
