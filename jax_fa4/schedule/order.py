@@ -291,7 +291,7 @@ def _longest_first(xp: Any, grid: WorkGrid, clocks: Array, places: Array) -> tup
     if places.size == 0:
         return xp.arange(grid.batch, dtype=xp.int32), places
     heaviest = clocks.max(axis=1)
-    batch_order = xp.lexsort((-heaviest,)).astype(xp.int32)
+    batch_order = _stable_order(xp, -heaviest)
     work = clocks[batch_order].astype(xp.float32).sum(axis=1)
     heads_of_section = np.minimum(grid.section_heads, grid.heads - np.arange(grid.sections) * grid.section_heads)
     section_work = (work[:, None] * heads_of_section.astype(np.float32)).ravel()
@@ -300,8 +300,27 @@ def _longest_first(xp: Any, grid: WorkGrid, clocks: Array, places: Array) -> tup
     section_of_head = np.arange(grid.heads) // grid.section_heads
     shape = (grid.batch, row_tiles, grid.heads)
     group = xp.broadcast_to(groups[:, section_of_head][:, None, :], shape).ravel()
-    longest_first = xp.broadcast_to(-clocks[batch_order][:, :, None], shape).ravel()
-    return batch_order, places[xp.lexsort((longest_first, group))]
+    shortness, bits = _shortness(grid, clocks[batch_order])
+    shortness = xp.broadcast_to(shortness[:, :, None], shape).ravel()
+    return batch_order, places[_stable_order(xp, (group << bits) + shortness)]
+
+
+def _shortness(grid: WorkGrid, clocks: Array) -> tuple[Array, int]:
+    """Clocks as numbers that grow the shorter an item is, int32, and how many bits these have.
+
+    A sort by one number is several times as fast on a GPU as one by two, so section and clocks share 31 bits. The
+    clocks of the longest item that there could be are known, hence what of theirs has to be dropped, if anything.
+    """
+    longest = grid.cost.overhead + grid.cost.partial * -(-grid.columns // grid.column_tile)
+    bits = max(31 - (grid.batch * grid.sections).bit_length(), 1)
+    dropped = max(longest.bit_length() - bits, 0)
+    return (1 << bits) - 1 - (clocks >> dropped), bits
+
+
+def _stable_order(xp: Any, keys: Array) -> Array:
+    """The places of keys in ascending order, int32; equal ones stay in their order."""
+    order = np.argsort(keys, kind="stable") if xp is np else jnp.argsort(keys, stable=True)
+    return order.astype(xp.int32)
 
 
 def _merge_sections(xp: Any, work: Array, longest: Array, slots: int) -> Array:
@@ -318,7 +337,8 @@ def _merge_sections(xp: Any, work: Array, longest: Array, slots: int) -> Array:
     """
     remaining = xp.cumsum(work[::-1])[::-1]
     # The last section at which enough work remains, on every slot, for this section's longest item to end with it.
-    latest_start = xp.searchsorted(-remaining, -longest * slots, side="right") - 1
+    search = functools.partial(jnp.searchsorted, method="scan_unrolled") if xp is jnp else np.searchsorted
+    latest_start = search(-remaining, -longest * slots, side="right") - 1
     sections = xp.arange(work.shape[0])
     is_joined = (latest_start < sections) & (sections > 0)
     return xp.cumsum(~is_joined).astype(xp.int32)

@@ -349,20 +349,19 @@ def _search_numpy(column_ids: np.ndarray, ids: np.ndarray, positions: np.ndarray
 
 
 def _search_jax(column_ids: jax.Array, ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `_search_numpy`; a binary search over pairs, as JAX has no 64-bit integers by default to pack them into."""
+    """As `_search_numpy`; a binary search over pairs, as JAX has no 64-bit integers by default to pack them into.
+
+    The search has one state, the rank so far, and no loop: a chain of gathers, which XLA makes one kernel of.
+    """
     columns = column_ids.shape[1]
     order = jnp.argsort(column_ids, axis=1, stable=True).astype(jnp.int32)
     sorted_ids = jnp.take_along_axis(column_ids, order, axis=1)
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = jnp.minimum((low + high) // 2, columns - 1)
-        id_there = jnp.take_along_axis(sorted_ids, middle, axis=1, mode="promise_in_bounds")
-        position_there = jnp.take_along_axis(order, middle, axis=1, mode="promise_in_bounds")
-        below = (id_there < ids) | ((id_there == ids) & (position_there < positions))
-        is_open = low < high
-        return jnp.where(is_open & below, middle + 1, low), jnp.where(is_open & ~below, middle, high)
-
-    low = jnp.zeros_like(positions)
-    low, _ = jax.lax.fori_loop(0, columns.bit_length(), halve, (low, jnp.full_like(positions, columns)))
-    return order, low
+    rank = jnp.zeros_like(positions)
+    for bit in reversed(range(columns.bit_length())):
+        raised = rank + (1 << bit)
+        place = jnp.minimum(raised, columns) - 1
+        id_there = jnp.take_along_axis(sorted_ids, place, axis=1, mode="promise_in_bounds")
+        position_there = jnp.take_along_axis(order, place, axis=1, mode="promise_in_bounds")
+        is_below = (id_there < ids) | ((id_there == ids) & (position_there < positions))
+        rank = jnp.where((raised <= columns) & is_below, raised, rank)
+    return order, rank
