@@ -2,7 +2,8 @@
 
 from jax_fa4.attention import attention, explain
 from jax_fa4.dispatch import Explanation, Target, target
+from jax_fa4.segments import SegmentPlan, plan_segments
 
 __version__ = "0.1.0"
 
-__all__ = ["Explanation", "Target", "attention", "explain", "target"]
+__all__ = ["Explanation", "SegmentPlan", "Target", "attention", "explain", "plan_segments", "target"]

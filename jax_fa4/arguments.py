@@ -46,6 +46,39 @@ class Sizes(NamedTuple):
         return math.prod(self.leading)
 
 
+class Segments(NamedTuple):
+    """The mask of packed documents: its rule, ids (B, T) and (B, S), and the leading dimensions that B stands for."""
+
+    rule: MaskRule
+    query_ids: HostArray | jax.Array
+    key_ids: HostArray | jax.Array
+    leading: tuple[int, ...]
+
+
+def read_segments(segment_ids: Any, is_causal: Any, local_window_size: Any, causal_alignment: Any) -> Segments:
+    """Check segment ids and the mask around them without the tensors of a call.
+
+    Raises:
+      TypeError: an argument has the wrong kind or dtype.
+      ValueError: an argument has the wrong shape or value.
+    """
+    if segment_ids is None:
+        raise TypeError("segment_ids is None. Integers (..., T), or a pair of (..., T) and (..., S), are accepted.")
+    sides = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    shapes = [np.shape(side) for side in sides]
+    if len(shapes) != 2 or not all(shapes) or shapes[0][:-1] != shapes[1][:-1]:
+        raise ValueError(
+            f"segment_ids has shape {', '.join(map(str, shapes))}. Integers (..., T), or a pair of (..., T) and "
+            "(..., S) with equal leading dimensions, are accepted."
+        )
+    sizes = Sizes(shapes[0][:-1], shapes[0][-1], shapes[1][-1], 1, 1, 1, 1)
+    rule = _read_rule(sizes, is_causal, local_window_size, causal_alignment)
+    query_ids, key_ids = _read_segment_ids(segment_ids, sizes)
+    assert query_ids is not None
+    assert key_ids is not None
+    return Segments(rule, query_ids, key_ids, sizes.leading)
+
+
 def read_call(
     query: Any,
     key: Any,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fa4 import arguments, autodiff, dispatch, partitioning
+from jax_fa4 import autodiff, dispatch, partitioning, segments
 from jax_fa4.dispatch import Explanation, Implementation, Target
 
 
@@ -55,7 +55,7 @@ def attention(
         or -1 leaves a side unbounded. Together with `is_causal` it is the intersection.
       segment_ids: (..., T) integers, or a pair of (..., T) and (..., S): a query sees a key only if their ids are
         equal. Ids may come in any order, and must fit into int32; a negative id is padding, which sees nothing and is
-        not seen.
+        not seen. Or what `plan_segments` made of them, once for all layers.
       causal_alignment: "top_left": query 0 lies on the diagonal with key 0, as in jax.nn; "bottom_right": the last
         query lies on it with the last key. Holds for causality and for the window.
       logits_soft_cap: c > 0 caps logits: c * tanh(scale * q.k / c), before bias and mask.
@@ -83,7 +83,7 @@ def attention(
     Source: Dao et al. 2022 (FlashAttention), Ainslie et al. 2023 (grouped heads), Xiao et al. 2023 (sinks).
     """
     names = dispatch.read_names(implementation)
-    call = arguments.read_call(
+    call = segments.read_call(
         query,
         key,
         value,
@@ -154,7 +154,7 @@ def explain(
     def read(arrays: list[jax.Array]) -> jax.Array:
         remaining = iter(arrays)
         merged = [next(remaining) if flag else leaf for leaf, flag in zip(leaves, is_array, strict=True)]
-        problems.append(arguments.read_call(**jax.tree.unflatten(tree, merged)).problem)
+        problems.append(segments.read_call(**jax.tree.unflatten(tree, merged)).problem)
         return jnp.zeros(())
 
     jax.eval_shape(read, [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag])

@@ -212,6 +212,8 @@ def _fold_operands(
         x, is_mapped = getattr(operands, name), getattr(mapped, name)
         if x is None or name in ("sinks", "scale"):
             return x
+        if name in ("forward_items", "backward_items"):
+            return None  # the tables of one example; those of all are made anew
         if name in ("bias", "mask"):
             if not is_mapped and x.shape[0] == 1 and (keep_shared or name == "mask"):
                 return x

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
-from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.problem import NO_GRIDS, AttentionOperands, AttentionProblem, PlannedGrids
 
 TARGET_VARIABLE = "JAX_FA4_TARGET"
 
@@ -221,6 +221,16 @@ def run(
                 reason = str(error)
         refusals.append((name, reason))
     raise NotImplementedError(_refusal(refusals))
+
+
+def planned_grids(names: Sequence[str], problem: AttentionProblem, target: Target) -> PlannedGrids:
+    """What the implementation that takes a problem makes work tables for; nothing where it has no kernels."""
+
+    def grids(implementation: Implementation, seen: Target) -> PlannedGrids:
+        make = getattr(implementation, "planned_grids", None)
+        return NO_GRIDS if make is None else make(problem, seen)
+
+    return run(names, problem, target, grids)
 
 
 def _refusal(refusals: Sequence[tuple[str, str]]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_fa4.schedule.tiles import MaskOperands, MaskRule
+from jax_fa4.schedule.tiles import Intervals, MaskOperands, MaskRule, key_intervals, query_intervals
 
 
 class HostArray:
@@ -92,6 +92,30 @@ class AttentionOperands(NamedTuple):
     key_ids: Any = None  # (B, S) int32
     query_lengths: Any = None  # (B,) int32
     key_lengths: Any = None  # (B,) int32
+    # What a `jax_fa4.SegmentPlan` knows already. It can always be computed again from the ids, and must be where a
+    # mesh or a map gives a call other queries or keys; all None where there is no plan.
+    query_lo: Any = None  # (B, T) int32, with query_hi and query_exact: `Intervals` of queries
+    query_hi: Any = None
+    query_exact: Any = None  # (B,) bool
+    key_lo: Any = None  # (B, S) int32, with key_hi and key_exact: `Intervals` of keys
+    key_hi: Any = None
+    key_exact: Any = None  # (B,) bool
+    forward_items: Any = None  # (n, 8) int32, of a `WorkTable`; see `PlannedGrids`
+    backward_items: Any = None
+
+    def without_tables(self) -> "AttentionOperands":
+        """The operands without a plan's work tables, as a call with another batch needs them."""
+        return self._replace(forward_items=None, backward_items=None)
+
+
+class PlannedGrids(NamedTuple):
+    """What a plan's work tables are for: `jax_fa4.schedule.order.WorkGrid` of each pass, None where there is none."""
+
+    forward: Any = None
+    backward: Any = None
+
+
+NO_GRIDS = PlannedGrids()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +141,7 @@ class AttentionProblem:
       has_key_lengths: key lengths exist, as operand or as constant.
       has_segment_ids: ids of queries and of keys exist, each as operand or as constant.
       constants: the ids and lengths that are known.
+      planned: what the work tables among the operands are for.
       return_residual: the caller takes the log-sum-exp too.
       deterministic: the caller asks for gradients that are bitwise equal from run to run.
     """
@@ -139,6 +164,7 @@ class AttentionProblem:
     has_key_lengths: bool = False
     has_segment_ids: bool = False
     constants: MaskConstants = NO_CONSTANTS
+    planned: PlannedGrids = NO_GRIDS
     return_residual: bool = False
     deterministic: bool = False
 
@@ -188,9 +214,30 @@ class AttentionProblem:
             key_lengths=pick(operands.key_lengths, self.constants.key_lengths),
         )
 
+    def intervals(self, operands: AttentionOperands) -> tuple[Intervals, Intervals]:
+        """What queries see and what keys are seen by: a plan's, or computed here; NumPy where all is constant."""
+        if operands.query_lo is not None:
+            return (
+                Intervals(operands.query_lo, operands.query_hi, operands.query_exact),
+                Intervals(operands.key_lo, operands.key_hi, operands.key_exact),
+            )
+        mask_operands = self.mask_operands(operands)
+        if all(isinstance(operand, np.ndarray | None) for operand in mask_operands):
+            return _known_intervals(self.mask, self.constants)
+        return query_intervals(self.mask, mask_operands), key_intervals(self.mask, mask_operands)
+
     def with_copies(self, copies: int) -> "AttentionProblem":
         """The problem of `copies` such batches, one after the other along the batch axis."""
         return dataclasses.replace(self, batch=self.batch * copies, constants=self.constants.tiled(copies))
+
+
+@functools.lru_cache(maxsize=64)
+def _known_intervals(rule: MaskRule, constants: MaskConstants) -> tuple[Intervals, Intervals]:
+    operands = MaskOperands(*(None if constant is None else constant.array for constant in constants))
+    both = query_intervals(rule, operands), key_intervals(rule, operands)
+    for array in (*both[0], *both[1]):
+        array.flags.writeable = False
+    return both
 
 
 def default_scale(head_dim: int) -> float:

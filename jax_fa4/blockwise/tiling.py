@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.tiles import Intervals, TileBounds, key_intervals, query_intervals, tile_bounds
+from jax_fa4.schedule.tiles import Intervals, TileBounds, tile_bounds
 
 Array = Any
 Carry = TypeVar("Carry")
@@ -209,8 +209,7 @@ class Geometry(NamedTuple):
 
 def geometry(problem: AttentionProblem, operands: AttentionOperands) -> Geometry:
     """The mask of a call, as intervals, and the tiling chosen for it."""
-    mask = problem.mask_operands(operands)
-    queries, keys = query_intervals(problem.mask, mask), key_intervals(problem.mask, mask)
+    queries, keys = problem.intervals(operands)
     return Geometry(queries, keys, choose_tiling(problem, max(queries.lo.shape[0], keys.lo.shape[0])))
 
 

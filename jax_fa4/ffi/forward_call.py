@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax_fa4.cost import Architecture
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import Column, Policy, WorkTable, forward_grid, forward_table
+from jax_fa4.schedule.order import Column, Policy, WorkGrid, WorkTable, forward_grid, forward_table
 from jax_fa4.schedule.simulate import simulate
-from jax_fa4.schedule.tiles import key_intervals, query_intervals
 
 MaskKind = Literal["causal", "window", "intervals", "ids"]
 UNBOUNDED = 1 << 30  # an edge that never binds: beyond any row, and its sum with a row does not overflow
@@ -96,6 +95,11 @@ class ForwardCall:
         kind = mask_kind(self.problem)
         return "intervals" if self.policy is not None and kind in ("causal", "window") else kind
 
+    @property
+    def grid(self) -> WorkGrid:
+        """What there is to order."""
+        return forward_grid(self.problem, self.rows, self.key_tile, self.arch, ctas=self.ctas)
+
     def section_heads(self) -> int:
         """Query heads whose blocks run together: as many as fit in L2 with their keys and values, in even sections.
 
@@ -103,7 +107,7 @@ class ForwardCall:
         work. Where even sections would be more than a grid takes, there is one of all heads.
         """
         problem = self.problem
-        most = max(forward_grid(problem, self.rows, self.key_tile, self.arch, ctas=self.ctas).groups_in_l2, 1)
+        most = max(self.grid.groups_in_l2, 1)
         groups = problem.batch * problem.kv_heads
         section = max(one for one in range(1, min(most, groups) + 1) if groups % one == 0)
         return (section if groups // section <= MAX_SECTIONS else groups) * problem.group_size
@@ -166,8 +170,7 @@ class ForwardCall:
         problem = self.problem
         mask_operands = problem.mask_operands(operands)
         table = self.table(operands)
-        rows = query_intervals(problem.mask, mask_operands)
-        seen_from = key_intervals(problem.mask, mask_operands)
+        rows, seen_from = problem.intervals(operands)
         found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
         is_seen = seen_from.lo < seen_from.hi
         if isinstance(is_seen, jax.Array) or not is_seen.all():
@@ -217,8 +220,11 @@ class ForwardCall:
             table = self.table(AttentionOperands())
             slots = self.arch.sms // self.ctas
             steps = int((table.items[:, Column.END] - table.items[:, Column.BEGIN]).sum())
-            busy = simulate(table.clocks, slots).balance
-            schedule = f"{self.items:,} items, {steps:,} key tiles; work is {busy:.0%} of {slots} multiprocessors' time"
+            run = simulate(table.clocks, slots)
+            schedule = (
+                f"{self.items:,} items, {steps:,} key tiles; {run.makespan:,} clocks, of which work is "
+                f"{run.balance:.0%} of {slots} multiprocessors' time"
+            )
         return [
             ("kernel", plan.key),
             ("tile", f"{self.rows} queries x {self.key_tile} keys"),

@@ -17,7 +17,7 @@ from jax_fa4.blockwise import blockwise
 from jax_fa4.dispatch import Target, current_target
 from jax_fa4.ffi import blackwell_forward, hopper_forward, launch
 from jax_fa4.kernels.plan import Architecture, architectures_for
-from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.problem import AttentionOperands, AttentionProblem, PlannedGrids
 
 Pair = tuple[jax.Array, jax.Array]
 Details = list[tuple[str, str]]
@@ -32,12 +32,14 @@ class Kernels:
       backward: (problem, operands, out, lse, grad_out, grad_lse, driver=name) -> cotangents; None while there is none.
       why_not: why the kernels do not take a problem, forward and backward; None where they do.
       describe: labels and texts for `explain`.
+      grids: what a `jax_fa4.SegmentPlan` makes work tables for.
     """
 
     forward: Callable[..., Pair]
     backward: Callable[..., AttentionOperands] | None
     why_not: Callable[[AttentionProblem], str | None]
     describe: Callable[[AttentionProblem], Details]
+    grids: Callable[[AttentionProblem], PlannedGrids]
 
 
 def _blackwell_kernels(architecture: str) -> Kernels:
@@ -46,6 +48,7 @@ def _blackwell_kernels(architecture: str) -> Kernels:
         backward=None,
         why_not=functools.partial(blackwell_forward.why_not, architecture=architecture),
         describe=functools.partial(blackwell_forward.describe, architecture=architecture),
+        grids=lambda problem: PlannedGrids(forward=blackwell_forward.forward_call(problem, architecture).grid),
     )
 
 
@@ -56,6 +59,7 @@ KERNELS: Mapping[str, Kernels] = {
         backward=None,
         why_not=hopper_forward.why_not,
         describe=hopper_forward.describe,
+        grids=lambda problem: PlannedGrids(forward=hopper_forward.forward_call(problem).grid),
     ),
     **{name: _blackwell_kernels(name) for name in blackwell_forward.ARCHITECTURE_NAMES},
 }
@@ -121,6 +125,10 @@ class AttentionKernels:
         if problem.is_empty:
             return [("kernel", "none: the call is empty")]
         return kernels_of(target).describe(problem)
+
+    def planned_grids(self, problem: AttentionProblem, target: Target) -> PlannedGrids:
+        """What a plan for such calls makes work tables for."""
+        return kernels_of(target).grids(problem)
 
     def forward(self, problem: AttentionProblem, operands: AttentionOperands) -> Pair:
         """The output (B, T, N, Dv) in the problem's dtype and the log-sum-exp (B, T, N), float32.

@@ -18,7 +18,6 @@ traced.
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,7 @@ import numpy as np
 
 from jax_fa4.cost import Architecture, ItemCost, backward_tile, forward_tile
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.tiles import Intervals, TileBounds, key_intervals, query_intervals, tile_bounds
+from jax_fa4.schedule.tiles import Intervals, TileBounds, tile_bounds
 
 Array = Any  # np.ndarray or jax.Array
 
@@ -198,7 +197,7 @@ def forward_table(
       of JAX arrays where one is not.
     """
     grid = forward_grid(problem, query_tile, key_tile, arch, ctas=ctas)
-    return _table(problem, operands, grid, policy, query_intervals)
+    return _table(problem, operands, grid, policy, 0)
 
 
 def backward_table(
@@ -214,27 +213,38 @@ def backward_table(
 ) -> WorkTable:
     """The schedule of a backward pass; see `backward_grid` for the arguments and `forward_table` for the result."""
     grid = backward_grid(problem, query_tile, key_tile, arch, ctas=ctas, whole_group=whole_group)
-    return _table(problem, operands, grid, policy, key_intervals)
+    return _table(problem, operands, grid, policy, 1)
 
 
 def _table(
-    problem: AttentionProblem,
-    operands: AttentionOperands,
-    grid: WorkGrid,
-    policy: Policy,
-    intervals_of: Callable[..., Intervals],
+    problem: AttentionProblem, operands: AttentionOperands, grid: WorkGrid, policy: Policy, direction: int
 ) -> WorkTable:
-    mask_operands = problem.mask_operands(operands)
-    if any(isinstance(operand, jax.Array) for operand in mask_operands):
-        return make_table(grid, intervals_of(problem.mask, mask_operands), policy)
-    return _concrete_table(problem, grid, policy, intervals_of)
+    """The table of the forward (0) or backward (1) pass: the plan's, a kept one, or one made here."""
+    items = (operands.forward_items, operands.backward_items)[direction]
+    planned = problem.planned[direction]
+    if items is not None and planned == grid and policy is Policy.LONGEST_FIRST:
+        return _of_items(grid, items)
+    if items is not None and (planned.row_tile, planned.column_tile) != (grid.row_tile, grid.column_tile):
+        raise ValueError(
+            f"segment_ids is a plan with work tables for tiles of {planned.row_tile} by {planned.column_tile}, but the "
+            f"kernel that takes this call has tiles of {grid.row_tile} by {grid.column_tile}. Make the plan for the "
+            "same device (jax_fa4.target), or leave `heads` out of plan_segments."
+        )
+    if operands.query_lo is None and not any(isinstance(x, jax.Array) for x in problem.mask_operands(operands)):
+        return _concrete_table(problem, grid, policy, direction)
+    return make_table(grid, problem.intervals(operands)[direction], policy)
+
+
+def _of_items(grid: WorkGrid, items: Array) -> WorkTable:
+    """A table whose items are given; what they take and the order of batch rows follow from these."""
+    bounds = TileBounds(*(items[:, column] for column in range(Column.BEGIN, Column.END + 1)))
+    first_place = _stable_order(jnp, items[:, Column.BATCH]).reshape(grid.batch, -1)[:, 0]  # each has as many items
+    return WorkTable(items, _item_clocks(jnp, bounds, grid.cost), _stable_order(jnp, first_place))
 
 
 @functools.lru_cache(maxsize=256)
-def _concrete_table(
-    problem: AttentionProblem, grid: WorkGrid, policy: Policy, intervals_of: Callable[..., Intervals]
-) -> WorkTable:
-    table = make_table(grid, intervals_of(problem.mask, problem.mask_operands(AttentionOperands())), policy)
+def _concrete_table(problem: AttentionProblem, grid: WorkGrid, policy: Policy, direction: int) -> WorkTable:
+    table = make_table(grid, problem.intervals(AttentionOperands())[direction], policy)
     for array in table:
         array.flags.writeable = False
     return table
