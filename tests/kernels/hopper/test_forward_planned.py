@@ -1,0 +1,48 @@
+"""Plans of packed documents with the Hopper kernel's work tables, on the emulated GPU, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fa4
+from jax_fa4 import arguments
+from tests.kernels.forward_checks import compare, draw
+
+pytestmark = pytest.mark.usefixtures("hopper")
+
+LENGTH, HEADS, HEAD_DIM = 300, (4, 2), 64
+
+
+def packed_ids() -> np.ndarray:
+    """Documents and padding; in the second row they are interleaved."""
+    ids = np.repeat([[0, 4, 2, -1], [1, 0, 1, 2]], [70, 150, 60, 20], axis=1).astype(np.int32)
+    ids[1, ::7] = 2
+    return ids
+
+
+@pytest.mark.parametrize("heads", [None, HEADS], ids=["no tables", "tables"])
+@pytest.mark.parametrize("kind", ["known", "traced"])
+def test_plans_in_the_kernel(kind: str, heads: tuple[int, int] | None) -> None:
+    tensors = draw(20, (2, LENGTH, HEADS[0], HEAD_DIM), LENGTH, HEADS[1], "bfloat16")
+    options: dict[str, Any] = {"is_causal": True, "implementation": "emulated"}
+    ids = packed_ids() if kind == "known" else jnp.asarray(packed_ids())
+    shape = {} if heads is None else {"heads": heads, "head_dim": HEAD_DIM}
+    plan = jax_fa4.plan_segments(ids, **shape, **options)
+    assert (plan.forward_items is None) == (heads is None)
+    run = jax.jit(lambda *x: jax_fa4.attention(*x[:3], segment_ids=x[3], return_residual=True, **options))
+    out, lse = run(*tensors, plan)
+    compare(arguments.read_call(*tensors, is_causal=True, segment_ids=packed_ids()), out, lse)
+
+
+def test_explain_has_the_exact_schedule() -> None:
+    shapes = [jax.ShapeDtypeStruct((2, LENGTH, heads, HEAD_DIM), jnp.bfloat16) for heads in (4, 2, 2)]
+    options: dict[str, Any] = {"is_causal": True, "implementation": "emulated"}
+    known = jax_fa4.explain(*shapes, segment_ids=jax_fa4.plan_segments(packed_ids(), is_causal=True), **options)
+    assert "clocks, of which work is" in str(known)
+    traced = jax_fa4.plan_segments(jnp.asarray(packed_ids()), is_causal=True)
+    assert "ordered when the call runs" in str(jax_fa4.explain(*shapes, segment_ids=traced, **options))
