@@ -16,6 +16,7 @@ from typing import Any
 
 PAGE = Path(__file__).with_name("reference.md")
 
+CALL_NAMES = ("attention", "plan_segments", "SegmentPlan", "explain", "Explanation", "target", "Target")
 MASK_NAMES = (
     *("MaskRule", "MaskOperands", "Intervals", "query_intervals", "key_intervals"),
     *("TileClass", "classify", "TileBounds", "tile_bounds"),
@@ -23,7 +24,7 @@ MASK_NAMES = (
 FLAX_NAMES = ("attention_fn", "segment_ids", "SegmentMask", "swap_nnx_attention", "swapped_linen_attention")
 # Chapter title, module, names in reading order. A name that does not exist is an error here and in the tests.
 CHAPTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("The call", "jax_fa4", ("attention", "plan_segments", "SegmentPlan", "explain", "Explanation", "target", "Target")),
+    ("The call", "jax_fa4", CALL_NAMES),
     ("Flax", "jax_fa4.flax", FLAX_NAMES),
     ("Masks", "jax_fa4.schedule.tiles", MASK_NAMES),
     ("Schedules", "jax_fa4.schedule.order", ("forward_table", "backward_table", "WorkTable", "Column", "Policy")),
