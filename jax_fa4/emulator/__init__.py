@@ -10,12 +10,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 __all__ = [
+    "BytesMoved",
+    "LaunchStatistics",
+    "Region",
+    "RoleCount",
     "add_memory",
     "architecture",
+    "by_role",
     "driver",
     "last_report",
     "library_path",
@@ -73,6 +80,62 @@ def _set(name: str, value: int) -> None:
         raise ValueError(last_report())
 
 
+class Region(TypedDict):
+    """What one warp index executed in one loop, or outside of loops, summed over the CTAs of a launch."""
+
+    warp: int
+    lines: list[int] | None
+    """First and last PTX line of the innermost loop; None: outside of loops."""
+    waits: int
+    """How often lanes found that they had to wait: at barriers, mbarriers, groups, for other lanes."""
+    instructions: dict[str, int]
+    """Warp instructions by class: "arithmetic", "matrix", "load_shared", "mbarrier_wait" and so on."""
+
+
+class BytesMoved(TypedDict):
+    """Bytes that a launch moved, by path. Threads' own accesses are those of global and shared memory; a copy's bytes
+    count as its own path, and on its global side as global ones too."""
+
+    global_read: int
+    global_written: int
+    shared_read: int
+    shared_written: int
+    tensor_copy_in: int
+    tensor_copy_out: int
+    bulk_in: int
+    bulk_out: int
+    peer: int
+    matrix_shared_read: int
+    tensor_memory_read: int
+    tensor_memory_written: int
+
+
+class LaunchStatistics(TypedDict):
+    """What was counted in one launch."""
+
+    kernel: str
+    grid: list[int]
+    block: list[int]
+    cluster: list[int]
+    warp_instructions: int
+    asynchronous_events: int
+    seconds: float
+    """Of the host."""
+    multiply_adds: int
+    """Of the tensor cores."""
+    bank_conflicts: int
+    """Cycles of shared memory beyond one for each 128 bytes."""
+    bytes: BytesMoved
+    regions: list[Region]
+
+
+class RoleCount(NamedTuple):
+    """What the warps of a role did in one loop, or outside of loops: instructions by class, and waits."""
+
+    instructions: dict[str, int]
+    waits: int
+
+
 def set_options(
     *,
     seed: int | None = None,
@@ -82,6 +145,8 @@ def set_options(
     completion: str | None = None,
     check_races: bool | None = None,
     check_uninitialized: bool | None = None,
+    check_registers: bool | None = None,
+    check_tensor_fences: bool | None = None,
     stuck_after: int | None = None,
 ) -> None:
     """Sets what is given for the launches that follow, of the whole process.
@@ -94,8 +159,13 @@ def set_options(
         to the same place in floating point may give other last bits from run to run.
       completion: when asynchronous work completes: "random" (after a heavy-tailed delay), "eager" (at once) or "lazy"
         (only when no warp can run).
-      check_races: report accesses of shared and tensor memory that nothing orders.
+      check_races: report accesses of global, shared and tensor memory that nothing orders, mbarriers that are used
+        before their initialisation is, and shared or tensor memory that is read before it is written.
       check_uninitialized: report reads of global memory that nobody wrote.
+      check_registers: report registers that were never written where they decide something: addresses, stored values,
+        guards, operands of asynchronous and matrix instructions.
+      check_tensor_fences: report tcgen05 instructions that another thread's come before without the pair of
+        tcgen05.fence that the PTX ISA asks for. Off unless told: kernels that are right on silicon leave them out.
       stuck_after: warp instructions without any change of memory or barriers after which a launch is given up, at
         least 1000.
 
@@ -114,6 +184,8 @@ def set_options(
         "completion": None if completion is None else _COMPLETIONS.index(completion),
         "check_races": check_races,
         "check_uninitialized": check_uninitialized,
+        "check_registers": check_registers,
+        "check_tensor_fences": check_tensor_fences,
         "stuck_after": stuck_after,
     }
     for name, value in given.items():
@@ -128,16 +200,37 @@ def architecture() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def statistics() -> list[dict[str, Any]]:
-    """What was counted in each launch since the last call, oldest first.
-
-    A dict has `kernel`, `grid`, `block`, `cluster`, `warp_instructions`, `asynchronous_events`, `seconds` (of the
-    host), `multiply_adds` (of the tensor cores), `bank_conflicts` (extra shared-memory cycles), `bytes` (by path) and
-    `regions`: for each warp of a CTA (summed over CTAs) and each innermost loop, its `lines` in the PTX (None: outside
-    of loops), the `instructions` of each class, and `waits`: how often its lanes found that they had to wait.
-    """
-    loaded: list[dict[str, Any]] = json.loads(_text("take_statistics"))
+def statistics() -> list[LaunchStatistics]:
+    """What was counted in each launch since the last call, oldest first: the last 4096 launches."""
+    loaded: list[LaunchStatistics] = json.loads(_text("take_statistics"))
     return loaded
+
+
+def by_role(
+    launch: LaunchStatistics, roles: Mapping[str, Iterable[int]]
+) -> dict[str, dict[tuple[int, int] | None, RoleCount]]:
+    """Sums a launch's regions over the warps of each role.
+
+    Args:
+      launch: one of `statistics()`.
+      roles: the warp indices of each role, as a kernel's plan names them. Warps that no role names are left out.
+
+    Returns:
+      By role and loop (first and last PTX line; None: outside of loops), what its warps did there.
+    """
+    counted: dict[str, dict[tuple[int, int] | None, RoleCount]] = {}
+    for role, warps in roles.items():
+        wanted = frozenset(warps)
+        loops: dict[tuple[int, int] | None, RoleCount] = {}
+        for region in launch["regions"]:
+            if region["warp"] not in wanted:
+                continue
+            loop = None if region["lines"] is None else (region["lines"][0], region["lines"][1])
+            before = loops.get(loop, RoleCount({}, 0))
+            instructions = dict(Counter(before.instructions) + Counter(region["instructions"]))
+            loops[loop] = RoleCount(instructions, before.waits + region["waits"])
+        counted[role] = loops
+    return counted
 
 
 def last_report(clear: bool = False) -> str:

@@ -51,8 +51,9 @@ def gpu(built_library: None) -> Iterator[None]:
     """The emulator with its usual options: Hopper, seed 0, one host thread."""
     from jax_fa4 import emulator
 
-    defaults = dict(seed=0, arch="9.0", sm_count=132, threads=1, completion="random", check_races=True)
-    emulator.set_options(check_uninitialized=True, stuck_after=400_000, **defaults)
+    checks = dict(check_races=True, check_uninitialized=True, check_registers=True, check_tensor_fences=False)
+    defaults = checks | dict(seed=0, arch="9.0", sm_count=132, threads=1, completion="random", stuck_after=400_000)
+    emulator.set_options(**defaults)
     emulator.statistics()
     yield
-    emulator.set_options(check_uninitialized=True, stuck_after=400_000, **defaults)
+    emulator.set_options(**defaults)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 
 from jax_fa4 import emulator
-from tests.emulator.device import Buffer, DriverError, Kernel, entry
+from tests.emulator.device import Buffer, DriverError, Kernel, check, entry
 
 pytestmark = pytest.mark.usefixtures("gpu")
 UNARY = ".param .u64 out, .param .u64 in"
@@ -218,3 +220,56 @@ def test_statistics_count_by_warp_and_loop() -> None:
     in_loop = [r for r in launch["regions"] if r["lines"] is not None]
     assert [r["warp"] for r in in_loop] == [0, 1]
     assert in_loop[0]["instructions"] == {"arithmetic": 20, "compare": 20, "branch": 20}
+
+
+def test_roles_sum_their_warps_by_loop() -> None:
+    body = "mov.u32 %r1, 0;\n$again: add.s32 %r1, %r1, 1;\n setp.lt.s32 %p1, %r1, 10;\n @%p1 bra $again;\n bar.sync 0;"
+    Kernel(entry(body))((2,), (96,), Buffer(np.zeros(1, np.uint32)))
+    (launch,) = emulator.statistics()
+    counts = emulator.by_role(launch, {"pair": (0, 1), "last": [2], "none": []})
+    (loop,) = [lines for lines in counts["pair"] if lines is not None]
+    assert counts["pair"][loop].instructions == {"arithmetic": 40, "compare": 40, "branch": 40}
+    assert counts["last"][loop].instructions == {"arithmetic": 20, "compare": 20, "branch": 20}
+    assert counts["none"] == {}
+    waits = sum(counts[role][None].waits for role in ("pair", "last"))
+    assert waits == sum(region["waits"] for region in launch["regions"]) >= 2 * 2
+
+
+LOADS = "ld.param.u64 %rd1, [out]; ld.param.s32 %rd2, [value]; ld.param.u32 %rd3, [value]; ld.param.u8 %rd4, [value];"
+
+
+def test_loads_extend_to_wider_registers_and_stores_cut_them() -> None:
+    body = (
+        LOADS
+        + """
+  st.global.b64 [%rd1], %rd2; st.global.b64 [%rd1+8], %rd3; st.global.b64 [%rd1+16], %rd4;
+  ld.global.s32 %rd5, [%rd1]; ld.global.s16 %rd6, [%rd1]; ld.global.s8 %r5, [%rd1]; cvt.s64.s32 %rd7, %r5;
+  st.global.b64 [%rd1+24], %rd5; st.global.b64 [%rd1+32], %rd6; st.global.b64 [%rd1+40], %rd7;
+  st.global.b32 [%rd1+48], %rd2; st.global.b16 [%rd1+52], %rd2; st.global.b16 [%rd1+54], %r5;"""
+    )
+    out = Buffer(np.zeros(7, np.int64))
+    Kernel(entry(body, ".param .u64 out, .param .u32 value"))((1,), (1,), out, -3)
+    expected = np.array([-3, 2**32 - 3, 253, -3, -3, -3, 0], np.int64)
+    expected[-1:].view(np.int32)[0] = -3
+    expected[-1:].view(np.int16)[2:] = -3
+    np.testing.assert_array_equal(out.get(), expected)
+
+
+@pytest.mark.parametrize("lanes", ["setp.eq.u32 %p1, %r1, 0;", "setp.lt.u32 %p1, %r1, 32;"])
+def test_a_tensor_store_of_a_whole_warp_counts_once(lanes: str) -> None:
+    body = f"""
+  mov.u32 %r1, %tid.x; mov.u32 %r6, tile; mad.lo.s32 %r7, %r1, 4, %r6; st.shared.b32 [%r7], %r1;
+  fence.proxy.async.shared::cta; bar.sync 0; mov.b64 %rd1, map; cvta.param.u64 %rd1, %rd1; mov.u32 %r8, 0; {lanes}
+  @%p1 cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [%rd1, {{%r8}}], [%r6];
+  cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
+    out = Buffer(np.zeros(32, np.uint32))
+    words = (ctypes.c_uint64 * 16)()
+    one, size = (ctypes.c_uint32 * 1)(1), (ctypes.c_uint32 * 1)(32)
+    encode = emulator.driver().cuTensorMapEncodeTiled
+    extent = (ctypes.c_uint64 * 1)(32)
+    check(encode(words, 2, 1, ctypes.c_void_p(out.address), extent, None, size, one, 0, 0, 0, 0))
+    source = entry(body, ".param .align 64 .b8 map[128]", module=".shared .align 128 .b8 tile[128];")
+    Kernel(source)((1,), (32,), bytes(words))
+    np.testing.assert_array_equal(out.get(), np.arange(32))
+    (launch,) = emulator.statistics()
+    assert launch["bytes"]["tensor_copy_out"] == 128

@@ -36,6 +36,10 @@ EMULATOR_EXPORT int jax_fa4_emulator_set_option(const char* name, int64_t value)
     options.check_races = value != 0;
   else if (key == "check_uninitialized")
     options.check_uninitialized = value != 0;
+  else if (key == "check_registers")
+    options.check_registers = value != 0;
+  else if (key == "check_tensor_fences")
+    options.check_tensor_fences = value != 0;
   else if (key == "stuck_after" && value >= 1000)
     options.stuck_after = static_cast<uint64_t>(value);
   else

@@ -10,6 +10,7 @@ Operation start_operation(Warp& warp, Agent agent) {
   operation.stamp = {agent, warp.cta.cluster.tick(agent)};
   operation.knows = std::make_shared<Knowledge>(warp.knows);
   operation.knows->happened.raise(warp.agent, warp.time);
+  operation.tensor = warp.tensor_view.get();
   return operation;
 }
 
@@ -22,8 +23,13 @@ Agent barrier_agent(const Warp& warp, Cta& cta, uint32_t offset) {
 }
 
 Agent warp_agent(Warp& warp, Agent& agent, const char* what) {
-  if (agent == 0)
+  if (agent == 0) {
     agent = warp.cta.cluster.new_agent(std::string(what) + " of " + warp.cta.cluster.agent_name(warp.agent));
+    if (warp.tensor_view != nullptr) {
+      const Agent own[3] = {warp.pipe_agent, warp.load_agent, warp.tensor_agent};
+      std::copy(own, own + 3, warp.tensor_view->own);
+    }
+  }
   return agent;
 }
 

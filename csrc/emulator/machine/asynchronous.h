@@ -12,7 +12,8 @@ namespace jax_fa4::emulator {
 struct Operation {
   Stamp stamp;
   std::shared_ptr<Knowledge> knows;
-  Actor actor() const { return {stamp, knows.get(), true}; }
+  const TensorView* tensor = nullptr;  // of the warp
+  Actor actor() const { return {stamp, knows.get(), true, tensor}; }
 };
 
 // An operation of `agent`, issued by a warp.

@@ -205,7 +205,18 @@ EMULATOR_HANDLER(execute_tensor_wait) {
   return Flow::next;
 }
 
-EMULATOR_HANDLER(execute_tensor_fence) { return Flow::next; }
+// mode: 0 before_thread_sync, 1 after_thread_sync. Between them lies what orders the threads.
+EMULATOR_HANDLER(execute_tensor_fence) {
+  if (warp.tensor_view == nullptr) return Flow::next;
+  if (i.mode == 1) {
+    warp.tensor_view->fenced.join(warp.knows.tensor_fenced);
+    return Flow::next;
+  }
+  for (const Agent agent : {warp.pipe_agent, warp.load_agent, warp.tensor_agent})
+    if (agent != 0) warp.knows.tensor_fenced.raise(agent, warp.cta.cluster.time_of(agent));
+  warp.knows.tensor_fenced.join(warp.tensor_view->fenced);
+  return Flow::next;
+}
 
 // ------------------------------------------------------------------------------------------------------------ products
 
@@ -365,6 +376,8 @@ EMULATOR_HANDLER(execute_tensor_commit) {
       }
     }
     const Operation operation = start_operation(warp, warp_agent(warp, warp.pipe_agent, "tcgen05.mma"));
+    // It implies tcgen05.fence::before_thread_sync.
+    if (warp.tensor_view != nullptr) operation.knows->tensor_fenced.raise(warp.pipe_agent, operation.stamp.time);
     for (Cta* cta : targets) cta->mbarrier(place.offset, warp);
     const std::string who = line_name("tcgen05.commit", i);
     warp.pipe_due = warp.cta.scheduler().later(

@@ -69,6 +69,10 @@ std::string conflict_text(const Cluster& cluster, const Conflict& conflict, cons
     case Conflict::Kind::proxy:
       return std::string(what) + " by " + me + " reads " + place +
              " through the asynchronous proxy, but no fence.proxy.async lies between it and the write by " + other;
+    case Conflict::Kind::tensor_fence:
+      return std::string(what) + " by " + me + " touches " + place +
+             ", but no tcgen05.fence::before_thread_sync and tcgen05.fence::after_thread_sync order it after what " +
+             other + " did there";
     case Conflict::Kind::none:
       break;
   }

@@ -10,17 +10,36 @@
 
 namespace jax_fa4::emulator {
 
+// The tcgen05 work that a warp may follow: its own, and what a pair of tcgen05.fence ordered before.
+struct TensorView {
+  VectorClock fenced;
+  Agent own[3] = {0, 0, 0};
+  bool may_follow(const Stamp& other) const {
+    return other.agent == own[0] || other.agent == own[1] || other.agent == own[2] ||
+           fenced.at(other.agent) >= other.time;
+  }
+};
+
 // Who accesses, and what that agent knows.
 struct Actor {
   Stamp stamp;
   const Knowledge* knows = nullptr;
-  bool asynchronous = false;  // TMA, bulk copies and tensor cores: the async proxy
-  bool strong = false;        // a load or store with an order, an atomic operation: does not race with its like
+  bool asynchronous = false;           // TMA, bulk copies and tensor cores: the async proxy
+  const TensorView* tensor = nullptr;  // null: not looked at
+  bool strong = false;  // a load or store with an order, an atomic operation: does not race with its like
 };
 
 // A conflict, in words for a report: "a write by ... is not ordered before". Empty if there is none.
 struct Conflict {
-  enum class Kind : uint8_t { none, uninitialized, read_after_write, write_after_read, write_after_write, proxy };
+  enum class Kind : uint8_t {
+    none,
+    uninitialized,
+    read_after_write,
+    write_after_read,
+    write_after_write,
+    proxy,
+    tensor_fence
+  };
   Kind kind = Kind::none;
   uint32_t offset = 0;
   Stamp other;

@@ -50,6 +50,8 @@ Conflict TensorMemory::read(int first_piece, int pieces, int column, int columns
       if (!one.written) return {Conflict::Kind::uninitialized, place, {}};
       if (one.writer.agent != actor.stamp.agent && happened.at(one.writer.agent) < one.writer.time)
         return {Conflict::Kind::read_after_write, place, one.writer};
+      if (actor.tensor != nullptr && one.writer.time != 0 && !actor.tensor->may_follow(one.writer))
+        return {Conflict::Kind::tensor_fence, place, one.writer};
       one.reader = actor.stamp;
     }
   return {};
@@ -70,6 +72,10 @@ Conflict TensorMemory::write(int first_piece, int pieces, int column, int column
         else if (one.reader.time != 0 && one.reader.agent != actor.stamp.agent &&
                  happened.at(one.reader.agent) < one.reader.time)
           first = {Conflict::Kind::write_after_read, place, one.reader};
+        else if (actor.tensor != nullptr && one.writer.time != 0 && !actor.tensor->may_follow(one.writer))
+          first = {Conflict::Kind::tensor_fence, place, one.writer};
+        else if (actor.tensor != nullptr && one.reader.time != 0 && !actor.tensor->may_follow(one.reader))
+          first = {Conflict::Kind::tensor_fence, place, one.reader};
       }
       one.writer = actor.stamp;
       one.reader = {};

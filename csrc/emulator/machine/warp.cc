@@ -138,6 +138,8 @@ Warp::Warp(Cta& owner, int warp_index, uint32_t lanes)
   registers_.assign(static_cast<size_t>(program.register_slots + 4) * kLanes, kPoison);
   predicates_.assign(program.predicates + 1, 0);
   holds_.assign(program.register_slots + 4, 0);
+  if (grid.options.check_tensor_fences) tensor_view = std::make_unique<TensorView>();
+  if (grid.options.check_registers) written_ = std::make_unique<RegisterRecord>(program);
   constants_ = program.constants.data();
   current = {0, lanes, {}};
   local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0xff);
@@ -297,6 +299,7 @@ uint64_t Warp::run(uint64_t budget) {
     uint32_t lanes = current.lanes;
     if (i.guard >= 0) lanes &= i.guard_negated ? ~predicate(i.guard) : predicate(i.guard);
     scheduler.instruction = &i;
+    if (written_ != nullptr) written_->note(*this, i, current.lanes, lanes);
     const Flow flow = lanes == 0 ? Flow::next : i.handler(*this, i, lanes);
     if (flow == Flow::blocked) {
       waited_at[pc]++;

@@ -10,6 +10,8 @@
 #include "clock.h"
 #include "flags.h"
 #include "memory.h"
+#include "register_record.h"
+#include "shared_memory.h"
 
 namespace jax_fa4::emulator {
 
@@ -170,12 +172,13 @@ class Warp {
   bool yield = false;  // set by a handler: let others run
   Agent agent = 0;
   uint32_t time = 1;
-  mutable Knowledge knows;             // a read of a loaded register completes the load
-  std::unique_ptr<FenceState> fences;  // null: none yet, and no relaxed read of a flag
-  int registers_per_thread = 0;        // setmaxnreg
-  GroupQueue bulk[kLanes];             // per thread
-  GroupQueue copies;                   // cp.async
-  GroupQueue matrix;                   // wgmma
+  mutable Knowledge knows;                  // a read of a loaded register completes the load
+  std::unique_ptr<TensorView> tensor_view;  // null: tcgen05.fence is not looked at
+  std::unique_ptr<FenceState> fences;       // null: none yet, and no relaxed read of a flag
+  int registers_per_thread = 0;             // setmaxnreg
+  GroupQueue bulk[kLanes];                  // per thread
+  GroupQueue copies;                        // cp.async
+  GroupQueue matrix;                        // wgmma
   // Who carries them out; 0: none yet. Bulk copies have one that reads shared memory and one that writes global memory.
   Agent bulk_agent = 0, bulk_write_agent = 0, copy_agent = 0, matrix_agent = 0, tensor_agent = 0, load_agent = 0;
   uint32_t load_time = 0;    // of the last tcgen05.ld
@@ -209,7 +212,8 @@ class Warp {
   mutable std::vector<uint8_t> holds_;
   mutable std::vector<Held> loads_;
   bool watching_ = false;
-  bool fenced_registers_ = false;  // a wgmma.fence was executed
+  bool fenced_registers_ = false;            // a wgmma.fence was executed
+  std::unique_ptr<RegisterRecord> written_;  // null: not looked at
   const uint32_t* constants_;
   bool blocked_ = false;
 };

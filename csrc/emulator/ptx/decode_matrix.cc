@@ -274,6 +274,7 @@ void decode_tcgen05(Decoder& d) {
     d.out.mode = operation == "wait::st";
     return handle(d, execute_tensor_wait, Class::matrix_control);
   }
+  d.out.mode = operation == "fence::after_thread_sync";
   if (operation == "fence::before_thread_sync" || operation == "fence::after_thread_sync")
     return handle(d, execute_tensor_fence, Class::fence);
   d.fail("the emulator does not know this instruction");

@@ -145,10 +145,39 @@ void Decoder::split(std::string_view opcode) {
   modifiers_.erase(modifiers_.begin());
 }
 
+namespace {
+
+Definedness definedness_of(const Instruction& i, size_t reads, size_t writes) {
+  static constexpr Handler kPassedOn[] = {execute_lanes,
+                                          execute_carry,
+                                          execute_predicate_logic,
+                                          execute_setp,
+                                          execute_set,
+                                          execute_bit_field_insert,
+                                          execute_testp,
+                                          execute_move_predicate,
+                                          execute_pack,
+                                          execute_unpack,
+                                          execute_shuffle,
+                                          execute_convert_address};
+  // Whole registers side by side: as many planes of each source as of the result.
+  const bool is_pair = i.handler == execute_lanes && i.type == Type::f32x2 && reads % 2 == 0;
+  const bool is_copy = i.handler == execute_move && reads == writes;
+  const bool is_split = (i.handler == execute_pack || i.handler == execute_unpack) && i.mode >= 32 && reads == writes;
+  if (is_pair || is_copy || is_split) return Definedness::by_plane;
+  if (i.handler == execute_selp) return Definedness::chosen;
+  if (i.handler == execute_move) return Definedness::passed_on;
+  const bool passes = std::find(std::begin(kPassedOn), std::end(kPassedOn), i.handler) != std::end(kPassedOn);
+  return passes ? Definedness::passed_on : Definedness::needed;
+}
+
+}  // namespace
+
 Instruction Decoder::decode(const Statement& statement) {
   statement_ = &statement;
   out = Instruction{};
   has_list_ = false;
+  for (std::vector<uint32_t>* uses : {&reads_, &writes_, &predicate_reads_, &predicate_writes_}) uses->clear();
   out.line = static_cast<uint32_t>(statement.line);
   out.guard = statement.guard;
   out.guard_negated = statement.guard_negated;
@@ -159,6 +188,7 @@ Instruction Decoder::decode(const Statement& statement) {
   if (!modifiers_.empty())
     fail("the emulator does not know the modifier ." + std::string(modifiers_.front()) + " here");
   if (out.handler == nullptr) fail("the emulator does not know this form");
+  record_uses();
   return out;
 }
 
@@ -358,6 +388,7 @@ Slot Decoder::source(const Argument& argument, Type type) {
   const int slots = slots_of(type);
   switch (argument.kind) {
     case Argument::Kind::register_:
+      note(reads_, argument.reg.index, argument.reg.slots);
       if (argument.reg.slots != slots)
         fail("a source register of " + std::to_string(argument.reg.slots * 32) + " bits does not fit the type");
       return static_cast<Slot>(argument.reg.index);
@@ -383,16 +414,23 @@ Slot Decoder::source(const Argument& argument, Type type) {
 
 Slot Decoder::destination(const Argument& argument, Type type) {
   const int slots = slots_of(type);
-  if (argument.kind == Argument::Kind::sink) return scratch(slots);
+  if (argument.kind == Argument::Kind::sink) {
+    const Slot slot = scratch(slots);
+    note(writes_, static_cast<uint32_t>(slot), slots);
+    return slot;
+  }
   if (argument.kind != Argument::Kind::register_) fail("the destination must be a register");
   if (argument.reg.slots != slots)
     fail("a destination register of " + std::to_string(argument.reg.slots * 32) + " bits does not fit the type");
+  note(writes_, argument.reg.index, slots);
   return static_cast<Slot>(argument.reg.index);
 }
 
 Slot Decoder::relaxed_source(const Argument& given, Type type) {
-  if (given.kind == Argument::Kind::register_ && given.reg.slots > slots_of(type))
+  if (given.kind == Argument::Kind::register_ && given.reg.slots > slots_of(type)) {
+    note(reads_, given.reg.index, slots_of(type));
     return static_cast<Slot>(given.reg.index);
+  }
   return source(given, type);
 }
 
@@ -416,6 +454,7 @@ int32_t Decoder::predicate(const Argument& argument, bool* negated) {
   if (argument.kind == Argument::Kind::sink && negated == nullptr) return -1;
   if (argument.kind != Argument::Kind::predicate || (negated == nullptr && argument.negated))
     fail("an operand must be a predicate");
+  (negated == nullptr ? predicate_writes_ : predicate_reads_).push_back(argument.reg.index);
   return static_cast<int32_t>(argument.reg.index);
 }
 
@@ -430,6 +469,7 @@ Slot Decoder::address_slot(const Argument& argument, int64_t* offset) {
   *offset = argument.kind == Argument::Kind::address ? argument.offset : 0;
   if (base.kind == Argument::Kind::register_) {
     if (base.reg.slots > 2) fail("an address is a 32-bit or 64-bit register");
+    note(reads_, base.reg.index, base.reg.slots);
     return static_cast<Slot>(base.reg.index);
   }
   if (base.kind == Argument::Kind::symbol) {
@@ -460,6 +500,22 @@ MemoryOperand Decoder::memory_operand(size_t index) {
   operand.wide = !(base.kind == Argument::Kind::register_ && base.reg.slots == 1);
   operand.base = address_slot(given, &operand.offset);
   return operand;
+}
+
+void Decoder::note(std::vector<uint32_t>& uses, uint32_t first, int slots) {
+  for (int slot = 0; slot < slots; slot++) uses.push_back(first + static_cast<uint32_t>(slot));
+}
+
+// What the instruction touches, for the record of registers that were never written.
+void Decoder::record_uses() {
+  out.uses = static_cast<uint32_t>(program_.uses.size());
+  for (const std::vector<uint32_t>* uses : {&reads_, &writes_, &predicate_reads_, &predicate_writes_})
+    program_.uses.insert(program_.uses.end(), uses->begin(), uses->end());
+  out.register_reads = static_cast<uint16_t>(reads_.size());
+  out.register_writes = static_cast<uint16_t>(writes_.size());
+  out.predicate_reads = static_cast<uint8_t>(predicate_reads_.size());
+  out.predicate_writes = static_cast<uint8_t>(predicate_writes_.size());
+  out.definedness = definedness_of(out, reads_.size(), writes_.size());
 }
 
 void Decoder::append(Slot slot) {

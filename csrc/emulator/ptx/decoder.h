@@ -79,6 +79,8 @@ class Decoder {
   Slot symbol(const Argument& argument, int slots);
   Slot real(const Argument& argument, Type type);
   void append(Slot slot);
+  void note(std::vector<uint32_t>& uses, uint32_t first, int slots);
+  void record_uses();
 
   Program& program_;
   const Statement* statement_ = nullptr;
@@ -86,6 +88,8 @@ class Decoder {
   std::vector<std::string_view> modifiers_;
   std::unordered_map<uint64_t, Slot> constants_;
   Slot sink_[5] = {-1, -1, -1, -1, -1};
+  // Of the statement: slots and predicates.
+  std::vector<uint32_t> reads_, writes_, predicate_reads_, predicate_writes_;
   bool has_list_ = false;
   int32_t carry_ = -1;
 };

@@ -97,6 +97,10 @@ enum class MemoryOrder : uint8_t { weak, relaxed, acquire, release, acquire_rele
 enum class MemoryScope : uint8_t { cta, cluster, gpu };
 inline constexpr int kScopes = 3;
 
+// How an instruction treats registers that were never written: it needs written ones, or its result is as unwritten as
+// all that it reads, as the same plane of each source (moves, packed pairs), or as the source that it chooses.
+enum class Definedness : uint8_t { needed, passed_on, by_plane, chosen };
+
 // An address operand besides the first one.
 struct MemoryOperand {
   Slot base = 0;
@@ -128,6 +132,11 @@ struct Instruction {
   uint8_t mode = 0;           // the operation's own variants
   uint8_t flags = 0;          // the operation's own options, bits
   uint8_t cta_group = 1;
+  Definedness definedness = Definedness::needed;
+  // Program::uses from `uses` on: slots that are read, and written, then predicates that are read, and written.
+  uint32_t uses = 0;
+  uint16_t register_reads = 0, register_writes = 0;
+  uint8_t predicate_reads = 0, predicate_writes = 0;
   uint8_t type_code_a = 0, type_code_b = 0;  // Format of matrix operands
   // d: destination; a, b, c, e: sources. predicate slots: p destination or source, q second.
   Slot d = 0, a = 0, b = 0, c = 0, e = 0;
@@ -203,6 +212,7 @@ struct Program {
   std::string name;
   std::vector<Instruction> code;
   std::vector<Slot> lists;
+  std::vector<uint32_t> uses;
   std::vector<uint32_t> constants;  // 32 equal words each
   std::vector<Preset> presets;
   std::vector<Variable> symbols;

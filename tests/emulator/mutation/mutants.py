@@ -91,7 +91,8 @@ def tags(kernel: ModuleType, prefix: str) -> list[str]:
     return list(dict.fromkeys(line.tag for line in kernel.lines() if line.tag.startswith(prefix)))
 
 
-NO_TCGEN05_FENCES = "known kernels run without tcgen05.fence: an mbarrier orders the pipes in practice"
+ALLOCATION = "the allocation that it stands beside touches no tensor memory"
+ANOTHER_FENCE = "the fence behind the wait for probs, which follows, orders this too"
 ONE_CTA = "a cluster of one CTA: the CTA barrier after it orders the initialisation"
 INTERLOCKED = (
     "loaded registers are interlocked, and probs made of them are signalled before the columns are overwritten"
@@ -99,14 +100,16 @@ INTERLOCKED = (
 
 ON_THE_PATH = "a proxy fence anywhere between the write and the copy orders them; the copying thread still has one"
 
-TCGEN05_FENCES = {line.tag for line in blackwell.lines() if "tcgen05.fence" in line.text and line.tag}
 EQUIVALENT = {
     ("blackwell", "remove wait::ld scores"): INTERLOCKED,
+    ("blackwell", "remove fence before setup"): ALLOCATION,
+    ("blackwell", "remove fence after setup"): ALLOCATION,
+    ("blackwell", "remove fence after out_empty"): ANOTHER_FENCE,
     ("blackwell", "remove fence init"): ONE_CTA,
     ("hopper", "remove fence init"): ONE_CTA,
     ("blackwell", "fence the staging after its barrier"): ON_THE_PATH,
     ("hopper", "fence the staging after its barrier"): ON_THE_PATH,
-} | {("blackwell", f"remove {tag}"): NO_TCGEN05_FENCES for tag in TCGEN05_FENCES}
+}
 
 
 def common(kernel: ModuleType) -> dict[str, Edit]:

@@ -44,7 +44,7 @@ def problem_of(gpu):
     from tests.emulator.mutation.harness import Problem
 
     def make(kernel):
-        emulator.set_options(arch=ARCHITECTURES[kernel], stuck_after=200_000)
+        emulator.set_options(arch=ARCHITECTURES[kernel], stuck_after=200_000, check_tensor_fences=True)
         return Problem(kernel)
 
     return make
