@@ -25,6 +25,7 @@ FLAX_NAMES = ("attention_fn", "segment_ids", "SegmentMask", "swap_nnx_attention"
 # Chapter title, module, names in reading order. A name that does not exist is an error here and in the tests.
 CHAPTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("The call", "jax_fa4", CALL_NAMES),
+    ("Long sequences", "jax_fa4", ("ring_attention", "zigzag_order")),
     ("Flax", "jax_fa4.flax", FLAX_NAMES),
     ("Masks", "jax_fa4.schedule.tiles", MASK_NAMES),
     ("Schedules", "jax_fa4.schedule.order", ("forward_table", "backward_table", "WorkTable", "Column", "Policy")),

@@ -1,14 +1,17 @@
-"""The one entry point, `attention`, and `explain`, which says what a call of it gets."""
+"""The entry points: `attention`, `ring_attention` for a split sequence, and `explain`, which says what a call gets."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_fa4 import autodiff, dispatch, partitioning, segments
-from jax_fa4.dispatch import Explanation, Implementation, Target
+from jax_fa4 import arguments, autodiff, dispatch, partitioning, segments
+from jax_fa4.dispatch import DifferentiableOnce, Explanation, Implementation, Target
+from jax_fa4.ring import LAYOUTS, Ring, chunks_of
 
 
 def attention(
@@ -112,6 +115,135 @@ def attention(
     if not return_residual:
         return out
     return out, lse.reshape(*call.leading, *lse.shape[1:])
+
+
+def ring_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    axis_name: str | tuple[str, ...],
+    layout: str = "contiguous",
+    scale: Any = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    segment_ids: Any = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    return_residual: bool = False,
+    deterministic: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Any:
+    """Attention over a sequence that the devices along a mesh axis share; called inside `jax.shard_map`.
+
+    Keys and values go round the ring of devices while each attends to those that it has; in the backward pass their
+    gradients go with them. The result is that of `attention` on the whole sequence; memory per device is linear in its
+    share. (Under `jax.jit` with a sequence that is sharded, `attention` does the same by itself.)
+
+    Args:
+      query: (..., T, N, D), this device's share of the queries; all shares are of one length.
+      key: (..., S, K, D), this device's share of the keys.
+      value: (..., S, K, Dv), this device's share of the values.
+      axis_name: the mesh axis, or axes, along which the sequence is split.
+      layout: which part of the sequence a device holds. "contiguous": device d of P has part d of P. "zigzag": of 2 P
+        parts it has d and 2 P - 1 - d, one after the other; under a causal mask all devices then have the same work.
+        `zigzag_order` gives the order of tokens.
+      scale: as for `attention`.
+      is_causal: as for `attention`, by places in the whole sequence.
+      local_window_size: as for `attention`, by places in the whole sequence; steps that no window reaches are left out.
+      segment_ids: the ids of this device's share, (..., T), or a pair of (..., T) and (..., S).
+      logits_soft_cap: as for `attention`.
+      sinks: as for `attention`.
+      return_residual: as for `attention`.
+      deterministic: as for `attention`.
+      implementation: as for `attention`; what each device computes with.
+
+    Returns:
+      This device's share of the output, (..., T, N, Dv); with `return_residual` a pair of it and the log-sum-exp.
+
+    Raises:
+      TypeError: as `attention`.
+      ValueError: as `attention`; or `axis_name` names no axis of a `jax.shard_map` around the call, or `layout` does
+        not fit.
+      NotImplementedError: as `attention`.
+
+    Source: Liu et al. 2023 (ring attention), Zhu 2024 (zigzag).
+    """
+    names = dispatch.read_names(implementation)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    devices = _ring_size(axes)
+    call = arguments.read_call(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        return_residual=return_residual,
+        deterministic=deterministic,
+    )
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}. One of {', '.join(map(repr, LAYOUTS))} is accepted.")
+    lengths = call.problem.query_length, call.problem.key_length
+    if layout == "zigzag" and any(length % 2 for length in lengths):
+        raise ValueError(
+            f"layout is 'zigzag', but this device has {lengths[0]} queries and {lengths[1]} keys. Even numbers are "
+            "accepted: a share is two parts of one length; pad with negative segment_ids, or pass layout='contiguous'."
+        )
+    target = dispatch.current_target(call.operands.query)
+
+    def attempt(chosen: Implementation, seen: Target) -> autodiff.Pair:
+        if not isinstance(chosen, DifferentiableOnce):
+            raise NotImplementedError("it has no backward pass of its own, which a ring needs; pass 'blockwise'.")
+        ring = Ring(chosen, axes, devices, layout)
+        reason = ring.why_not(call.problem, seen)
+        if reason is not None:
+            raise NotImplementedError(reason)
+        return autodiff.attend(ring, call.problem, seen, call.operands)
+
+    out, lse = dispatch.run(names, call.problem, target, attempt)
+    out = out.reshape(*call.leading, *out.shape[1:])
+    if not return_residual:
+        return out
+    return out, lse.reshape(*call.leading, *lse.shape[1:])
+
+
+def _ring_size(axes: tuple[str, ...]) -> int:
+    try:
+        return math.prod(jax.lax.axis_size(axis) for axis in axes)
+    except (NameError, KeyError) as error:
+        raise ValueError(
+            f"axis_name is {axes}, but no jax.shard_map around this call has such an axis ({error}). Call "
+            "ring_attention inside jax.shard_map over a mesh that has it; under plain jax.jit call attention, which "
+            "finds a sequence that is sharded by itself."
+        ) from error
+
+
+def zigzag_order(length: int, devices: int) -> np.ndarray:
+    """The tokens of a sequence in the order of the layout "zigzag": `x[:, zigzag_order(length, devices)]`.
+
+    Split evenly along the axis, the sequence then lies as `ring_attention` expects. `numpy.argsort` of it is the way
+    back.
+
+    Args:
+      length: of the whole sequence.
+      devices: along the mesh axis.
+
+    Returns:
+      (length,) int64.
+
+    Raises:
+      ValueError: twice the number of devices does not divide the length.
+    """
+    if devices < 1 or length % (2 * devices):
+        raise ValueError(
+            f"length is {length} for {devices} devices. A multiple of {2 * devices} is accepted: two parts for each."
+        )
+    order = np.asarray(chunks_of("zigzag", devices)).reshape(-1)
+    return np.arange(length).reshape(2 * devices, -1)[order].reshape(-1)
 
 
 def explain(

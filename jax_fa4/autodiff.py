@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from jax_fa4 import dispatch
+from jax_fa4 import dispatch, partitioning
 from jax_fa4.dispatch import DifferentiableOnce, Implementation, Target
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.reference import reference
 from jax_fa4.reverse_only import reverse_only
+from jax_fa4.varying import vary_alike
 
 RESIDUAL_NAME = "context"
 FLOATING = ("query", "key", "value", "bias", "sinks", "scale")  # operands that have a gradient
@@ -36,6 +37,7 @@ def attend(
     Raises:
       TypeError: under forward-mode or second derivatives of an implementation with its own backward pass.
     """
+    operands = vary_alike(operands)
     if isinstance(implementation, DifferentiableOnce):
         floats = {name: getattr(operands, name) for name in FLOATING if getattr(operands, name) is not None}
         floats = dict(zip(floats, reverse_only(implementation.name, *floats.values()), strict=True))
@@ -122,8 +124,9 @@ def _forward(
 
     @custom_vmap
     def call(operands: AttentionOperands) -> Pair:
-        with dispatch.target(target):
-            return (reference if problem.is_empty else implementation).forward(problem, operands)
+        if problem.is_empty:
+            return reference.forward(problem, operands)
+        return partitioning.forward(implementation, problem, target, operands)
 
     @call.def_vmap
     def rule(copies: int, is_mapped: list[AttentionOperands], operands: AttentionOperands) -> tuple[Pair, Any]:
@@ -151,14 +154,9 @@ def _backward(
 
     @custom_vmap
     def call(operands: AttentionOperands, results: Pair, grads: Pair) -> AttentionOperands:
-        due = _due(operands)
         if problem.is_empty:
-            return jax.tree.map(jnp.zeros_like, due)
-        with dispatch.target(target):
-            cotangents = implementation.backward(problem, operands, *results, *grads)
-        return AttentionOperands(
-            *(None if x is None else grad.astype(x.dtype) for x, grad in zip(due, cotangents, strict=True))
-        )
+            return jax.tree.map(jnp.zeros_like, _due(operands))
+        return partitioning.backward(implementation, problem, target, operands, results, grads)
 
     @call.def_vmap
     def rule(
@@ -184,7 +182,7 @@ def _backward(
 
 def _due(operands: AttentionOperands) -> AttentionOperands:
     """The operands whose cotangents an implementation owes."""
-    return AttentionOperands(**{name: getattr(operands, name) for name in FLOATING if name != "sinks"})
+    return AttentionOperands(**{name: getattr(operands, name) for name in partitioning.GRADIENTS})
 
 
 def _fold(x: jax.Array, is_mapped: bool, copies: int) -> jax.Array:

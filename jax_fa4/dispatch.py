@@ -52,7 +52,9 @@ class Target:
 class Implementation(Protocol):
     """One way to compute attention. Without a `backward` it is differentiated by JAX."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is registered by."""
 
     def why_not(self, problem: AttentionProblem, target: Target) -> str | None:
         """None where it takes the problem, forward and backward; else one sentence with the remedy."""

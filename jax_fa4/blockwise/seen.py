@@ -12,10 +12,10 @@ from jax_fa4.blockwise.tiling import (
     put_tile,
     tile_at,
     tile_table,
-    varying_zeros,
     visit,
 )
 from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.varying import varying_zeros
 
 Array = Any
 

@@ -340,15 +340,3 @@ def put_tile(tiled: Array, tile: Array, group: Any, index: Any) -> Array:
 def batched(lhs: Array, rhs: Array, rhs_contracts: int) -> Array:
     """(units, M, C) times (units, C, P) if `rhs_contracts` is 1, (units, P, C) if 2, to (units, M, P)."""
     return lax.dot_general(lhs, rhs, (((2,), (rhs_contracts,)), ((0,), (0,))), preferred_element_type=lhs.dtype)
-
-
-def varying_zeros(shape: tuple[int, ...], dtype: Any, operands: AttentionOperands) -> jax.Array:
-    """Zeros that vary over the same mesh axes as the operands, as the carry of a loop inside `shard_map` must.
-
-    The axes come along with one element of each operand, whose value is dropped; XLA folds that away. What JAX calls
-    the axes of an array differs between its versions.
-    """
-    never = jnp.zeros((), bool)
-    for leaf in jax.tree.leaves(operands):
-        never |= (lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim) != 0).any() & False
-    return jnp.where(never, jnp.ones((), dtype), jnp.zeros(shape, dtype))
