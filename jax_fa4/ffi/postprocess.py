@@ -18,14 +18,15 @@ def postprocess(
     dtype: str,
     scale: float,
     architecture: str,
+    fragment_parts: int = 0,
     driver: str = CUDA_DRIVER,
 ) -> jax.Array:
     """Runs the kernel: the sums of the query gradients, scaled and rounded.
 
     accumulator: (B, N, R, W) float32, R the padded query length and W at least head_dim, as `preprocess` makes it and
-    a backward kernel adds to it. Returns (B, query_length, N, head_dim) in dtype. architecture: one of
-    `ARCHITECTURES`. Raises LaunchError on another shape, PlanError on a head_dim that is no multiple of 16 bytes,
-    KernelUnavailableError where no binary is at hand.
+    a backward kernel adds to it; fragment_parts: in which order, as `postprocess_plan` takes it. Returns (B,
+    query_length, N, head_dim) in dtype. architecture: one of `ARCHITECTURES`. Raises LaunchError on another shape,
+    PlanError on a head_dim that is no multiple of 16 bytes, KernelUnavailableError where no binary is at hand.
     """
     batch, heads, rows, width = accumulator.shape
     if rows != padded_length(query_length) or accumulator.dtype != jnp.float32:
@@ -34,7 +35,7 @@ def postprocess(
             f"{padded_length(query_length)} rows for query_length {query_length}."
         )
     results = launch(
-        postprocess_plan(architecture, dtype, head_dim, width),
+        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts),
         {"accumulator": accumulator},
         {"grad_query": jax.ShapeDtypeStruct((batch, query_length, heads, head_dim), dtype)},
         {"batch": batch, "heads": heads, "query_length": query_length, "padded_length": rows},

@@ -15,7 +15,7 @@ import jax
 from jax_fa4 import emulator
 from jax_fa4.blockwise import blockwise
 from jax_fa4.dispatch import Target, current_target
-from jax_fa4.ffi import blackwell_forward, hopper_forward, launch
+from jax_fa4.ffi import blackwell_forward, hopper_backward, hopper_forward, launch
 from jax_fa4.kernels.plan import Architecture, architectures_for
 from jax_fa4.problem import AttentionOperands, AttentionProblem, PlannedGrids
 
@@ -56,8 +56,8 @@ def _blackwell_kernels(architecture: str) -> Kernels:
 KERNELS: Mapping[str, Kernels] = {
     "sm_90a": Kernels(
         forward=hopper_forward.hopper_forward,
-        backward=None,
-        why_not=hopper_forward.why_not,
+        backward=hopper_backward.hopper_backward,
+        why_not=hopper_backward.why_not,
         describe=hopper_forward.describe,
         grids=lambda problem: PlannedGrids(forward=hopper_forward.forward_call(problem).grid),
     ),

@@ -84,10 +84,13 @@ def preprocess_plan(
     )
 
 
-def postprocess_plan(architecture: str, dtype: str, head_dim: int, accumulator_width: int) -> KernelPlan:
+def postprocess_plan(
+    architecture: str, dtype: str, head_dim: int, accumulator_width: int, fragment_parts: int = 0
+) -> KernelPlan:
     """The backward's postprocess: sums of `accumulator_width` float32 a row to gradients of `head_dim` elements.
 
-    Raises PlanError where a row is not whole vectors of 16 bytes.
+    `fragment_parts` 0: rows as they are; 1 or 2: in the order of registers, in as many parts
+    (`kernels/postprocess.py`). Raises PlanError where a row is not whole vectors of 16 bytes.
     """
     if dtype not in DTYPES:
         raise PlanError(f"postprocess: dtype is {dtype!r}; it takes one of {', '.join(DTYPES)}.")
@@ -108,6 +111,7 @@ def postprocess_plan(architecture: str, dtype: str, head_dim: int, accumulator_w
             ("head_dim", head_dim),
             ("accumulator_width", accumulator_width),
             ("rows", POSTPROCESS_ROWS),
+            ("fragment_parts", fragment_parts),
         ),
         operands=("accumulator",),
         results=("grad_query",),

@@ -12,6 +12,14 @@ bytes for 16-bit results, one for float32) into one store of 16 bytes:
     grad_query  (batch, row, head, head_dim)                   head_dim may be less than the accumulator's width
 
 Bytes moved per row, bf16, D = 128: 512 read, 256 written; nothing is computed that could take longer than that.
+
+Hopper's kernel leaves its sums in the order of registers, so that it adds runs of bytes: blocks of 64 rows, cut into
+`fragment_parts` parts by columns, each the accumulator of one warpgroup (PTX ISA, wgmma, register fragments of D), four
+registers of 128 threads after the other. Four lanes' 64 bytes are then eight neighbours of row r and eight of row
+r + 8:
+
+    part    |registers 0..3: thread 0, thread 1, ... thread 127|registers 4..7: ...|
+    lane 4 q + c, registers 4 j ..    columns 8 j + 2 c, + 1 of row q, then the same of row q + 8
 """
 
 from __future__ import annotations
@@ -28,6 +36,8 @@ from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.kernels.preprocess import ELEMENTS, vector_at
 
 VECTOR_FLOATS = 4
+COLUMNS = 8  # neighbours that four lanes hold
+FRAGMENT_ROWS = 64
 
 
 class Postprocess:
@@ -41,6 +51,7 @@ class Postprocess:
         self.head_dim = int(plan.option("head_dim"))
         self.vector = 16 // DTYPES[str(plan.option("dtype"))]
         self.vectors = self.head_dim // self.vector
+        self.fragment_parts = int(plan.option("fragment_parts"))
 
     @cute.jit
     def convert(self, source: cute.Pointer, offset: Int64, scale: Float32) -> cute.Tensor:
@@ -51,6 +62,49 @@ class Postprocess:
             for place in cutlass.range_constexpr(VECTOR_FLOATS):
                 rounded[part * VECTOR_FLOATS + place] = sums[place].to(self.element)
         return rounded
+
+    @cute.jit
+    def convert_fragments(
+        self, source: cute.Pointer, place: Int32, scale: Float32
+    ) -> tuple[Int32, Int32, list[cute.Tensor]]:
+        """Eight columns of two rows, 8 apart: first row and column in the block, and the rounded values of each."""
+        groups = self.width // COLUMNS
+        pair, column_group = place // groups, place % groups
+        of_part = groups // self.fragment_parts
+        part, group = column_group // of_part, column_group % of_part
+        warp, quad = pair // 8, pair % 8
+        first = part * (FRAGMENT_ROWS * self.width // self.fragment_parts) + (group * 128 + warp * 32 + quad * 4) * 4
+        rounded = [cute.make_rmem_tensor(cute.make_layout(COLUMNS), self.element) for _ in range(2)]
+        for lane in cutlass.range_constexpr(4):
+            sums = vector_at(source, Int64(first + lane * 4), VECTOR_FLOATS).load() * scale
+            for index in cutlass.range_constexpr(VECTOR_FLOATS):
+                rounded[index // 2][lane * 2 + index % 2] = sums[index].to(self.element)
+        return warp * 16 + quad, column_group * COLUMNS, rounded
+
+    @cute.jit
+    def store_fragments(
+        self,
+        accumulator: cute.Pointer,
+        grad_query: cute.Pointer,
+        first_row: Int32,
+        rows_before: tuple[Int64, Int64],
+        heads_and_length: tuple[Int32, Int32, Int32],
+        scale: Float32,
+    ) -> None:
+        """One block of 64 rows; `rows_before` are those of the accumulator and of the gradient."""
+        thread, _, _ = cute.arch.thread_idx()
+        heads, head, query_length = heads_and_length
+        source = accumulator + rows_before[0] * self.width
+        places = FRAGMENT_ROWS // 2 * (self.width // COLUMNS)
+        for step in cutlass.range_constexpr(-(-places // self.threads)):
+            place = thread + step * self.threads
+            if place < places:
+                row, column, rounded = self.convert_fragments(source, place, scale)
+                for half in cutlass.range_constexpr(2):
+                    to_row = first_row + row + 8 * half
+                    if (to_row < query_length) & (column < self.head_dim):
+                        to = ((rows_before[1] + to_row) * heads + head) * self.head_dim + column
+                        cute.autovec_copy(rounded[half], vector_at(grad_query, to, COLUMNS))
 
     @cute.kernel
     def kernel(
@@ -67,6 +121,11 @@ class Postprocess:
         pair, row_tile, _ = cute.arch.block_idx()
         batch = pair // heads
         head = pair % heads
+        if cutlass.const_expr(self.fragment_parts > 0):
+            first_row = row_tile * FRAGMENT_ROWS
+            rows_before = Int64(pair) * padded_length + first_row, Int64(batch) * query_length
+            self.store_fragments(accumulator, grad_query, first_row, rows_before, (heads, head, query_length), scale)
+            return
         for step in cutlass.range_constexpr(-(-self.rows * self.vectors // self.threads)):
             index = thread + step * self.threads
             row = row_tile * self.rows + index // self.vectors

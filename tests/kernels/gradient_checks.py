@@ -35,7 +35,7 @@ def gradients_in_float64(
         return of_heads.reshape(shape).sum(2)
 
     def gradients(rounding: Any) -> list[np.ndarray]:
-        delta = (upstream * rounding(parts.probs @ parts.value)).sum(-1, keepdims=True) - upstream_lse
+        delta = (upstream * rounding(rounding(parts.probs) @ parts.value)).sum(-1, keepdims=True) - upstream_lse
         of_scores = rounding(parts.probs * (upstream @ transposed(parts.value) - delta) * parts.slope)
         found = (
             of_scores @ parts.key * problem.scale,

@@ -1,0 +1,251 @@
+"""The backward of attention on Hopper GPUs as a JAX function: preprocess, the kernel, postprocess.
+
+The kernel walks tiles of keys. Masks without ids and lengths are arithmetic in it; others become an interval of queries
+for each key and a work table, made when the call is traced where ids and lengths are known then, else by XLA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa4.cost import ARCHITECTURES
+from jax_fa4.ffi import hopper_forward
+from jax_fa4.ffi.forward_call import UNBOUNDED, mask_kind, softmax_floats
+from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
+from jax_fa4.ffi.postprocess import postprocess
+from jax_fa4.ffi.preprocess import Preprocessed, preprocess
+from jax_fa4.kernels import bundle
+from jax_fa4.kernels.hopper.backward_plans import (
+    BACKWARD_TILES,
+    KEY_TILE,
+    BackwardTiles,
+    backward_plan,
+    sum_columns,
+    sum_parts,
+)
+from jax_fa4.kernels.hopper.plans import ARCHITECTURE, padded_head_dim
+from jax_fa4.kernels.plan import DTYPES, KernelPlan
+from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.schedule.order import Policy, backward_grid, backward_table
+from jax_fa4.schedule.tiles import key_intervals, query_intervals, tile_bounds
+
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
+ITEMS_PER_SM = 2  # items for each multiprocessor that splitting groups of query heads aims at
+
+
+def why_not(problem: AttentionProblem) -> str | None:
+    """None where the kernels take the problem, forward and backward; else one sentence with the remedy."""
+    return hopper_forward.why_not(problem) or bundle.why_unavailable(plan_of(problem))
+
+
+def plan_of(problem: AttentionProblem, tiles: BackwardTiles | None = None) -> KernelPlan:
+    """The plan of the kernel that takes a problem; `tiles` None: those of `BACKWARD_TILES`."""
+    return backward_plan(
+        problem.dtype,
+        padded_head_dim(max(problem.head_dim, problem.value_dim)),
+        mask_kind(problem),
+        tiles=tiles,
+        soft_cap=problem.logits_soft_cap is not None,
+        ordered=problem.deterministic,
+        split=_splits(problem) > 1,
+    )
+
+
+def _splits(problem: AttentionProblem) -> int:
+    """Items that share the query heads of a KV head: as few as give every multiprocessor work."""
+    items = problem.batch * problem.kv_heads * -(-problem.key_length // KEY_TILE)
+    wanted = ITEMS_PER_SM * ARCHITECTURES["sm_90"].sms
+    divisors = [one for one in range(1, problem.group_size + 1) if problem.group_size % one == 0]
+    return next((one for one in divisors if items * one >= wanted), divisors[-1])
+
+
+def _section_heads(problem: AttentionProblem, query_tile: int) -> int:
+    """Heads whose items run together: as many as fit in L2 with all that a head's items read and add to."""
+    grid = backward_grid(problem, query_tile, KEY_TILE, ARCHITECTURES["sm_90"], whole_group=True)
+    heads = problem.batch * problem.kv_heads
+    return max(one for one in range(1, min(max(grid.groups_in_l2, 1), heads) + 1) if heads % one == 0)
+
+
+def _integers(problem: AttentionProblem, shared: AttentionProblem, query_tile: int, rows: int) -> dict[str, int]:
+    """The call's integers; `shared` is the problem whose KV heads are those that items are made for."""
+    left, right = problem.mask.band
+    heads = shared.batch * shared.kv_heads
+    section_heads = _section_heads(shared, query_tile)
+    integers = {
+        "batch": problem.batch,
+        "query_length": problem.query_length,
+        "key_length": problem.key_length,
+        "heads": problem.query_heads,
+        "kv_heads": problem.kv_heads,
+        "item_heads": shared.kv_heads,
+        "splits": shared.kv_heads // problem.kv_heads,
+        "offset": problem.mask.diagonal_offset,
+        "left": UNBOUNDED if left is None else min(left, UNBOUNDED),
+        "right": UNBOUNDED if right is None else min(right, UNBOUNDED),
+        "section_heads": section_heads,
+        "sections": heads // section_heads,
+        "interval_stride": 0,
+        "rank_stride": 0,
+        "items": -(-problem.key_length // KEY_TILE) * heads,
+        "query_tiles": rows // query_tile,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+    }
+    sides = {"query": ("query", problem.query_heads, "head"), "key": ("key", problem.kv_heads, "head")}
+    sides |= {"value": ("key", problem.kv_heads, "value"), "grad_out": ("query", problem.query_heads, "value")}
+    for name, (side, heads, of) in sides.items():
+        head_bytes = integers[f"{of}_dim"] * DTYPES[problem.dtype]
+        integers[f"{name}_head_bytes"] = head_bytes
+        integers[f"{name}_row_bytes"] = heads * head_bytes
+        integers[f"{name}_batch_bytes"] = integers[f"{side}_length"] * heads * head_bytes
+    return integers
+
+
+def _zero_unseen(is_seen: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Rows of (B, rows, ...) arrays that take no part, which may be NaN, replaced by zeros."""
+    if not isinstance(is_seen, jax.Array) and is_seen.all():
+        return arrays
+    seen = jnp.asarray(is_seen)
+    return tuple(jnp.where(seen.reshape(seen.shape + (1,) * (one.ndim - 2)), one, 0) for one in arrays)
+
+
+def _ranks(xp: Any, bounds: Any, query_tiles: int) -> Any:
+    """(B', key tiles, query tiles) int32: how many items with later keys add to a query tile."""
+    tiles = xp.arange(query_tiles)
+    visits = (bounds.begin[:, :, None] <= tiles) & (tiles < bounds.end[:, :, None])
+    from_last = xp.cumsum(visits[:, ::-1].astype(xp.int32), axis=1)[:, ::-1]
+    return (from_last - visits).astype(xp.int32)
+
+
+def _of_mask(
+    problem: AttentionProblem, shared: AttentionProblem, operands: AttentionOperands, query_tile: int, rows: int
+) -> dict[str, Any]:
+    """The kernel's operands for masks from memory."""
+    mask_operands = problem.mask_operands(operands)
+    seen_by = key_intervals(problem.mask, mask_operands)
+    policy = Policy.REVERSED if problem.deterministic else Policy.LONGEST_FIRST
+    table = backward_table(
+        shared, operands, query_tile, KEY_TILE, ARCHITECTURES["sm_90"], whole_group=True, policy=policy
+    )
+    found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(seen_by.lo), "hi": jnp.asarray(seen_by.hi)}
+    if problem.deterministic:
+        bounds = tile_bounds(seen_by, KEY_TILE, query_tile, problem.query_length)
+        xp = jnp if isinstance(bounds.begin, jax.Array) else np
+        found["ranks"] = jnp.asarray(_ranks(xp, bounds, rows // query_tile))
+    if problem.has_segment_ids:
+        shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
+        ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)
+        found["query_ids"], found["key_ids"] = (jnp.broadcast_to(one, to) for one, to in zip(ids, shapes, strict=True))
+    return found
+
+
+def _launch(
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    grad_out: jax.Array,
+    prepared: Preprocessed,
+    tiles: BackwardTiles,
+    driver: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums of the query gradients, and the gradients of keys and values."""
+    splits, rows = _splits(problem), prepared.delta.shape[2]
+    shared = dataclasses.replace(problem, kv_heads=problem.kv_heads * splits)
+    mask, integers = mask_kind(problem), _integers(problem, shared, tiles.query_tile, rows)
+    plan = plan_of(problem, tiles)
+    buffers: dict[str, Any] = {"query": operands.query, "key": operands.key, "value": operands.value}
+    buffers |= {"grad_out": grad_out, "lse": prepared.lse_log2, "delta": prepared.delta, "zeros": prepared.accumulator}
+    rows_of_keys = problem.batch, problem.key_length
+    results = {
+        name: jax.ShapeDtypeStruct((*rows_of_keys, shared.kv_heads, dim), "float32" if splits > 1 else problem.dtype)
+        for name, dim in (("grad_key", problem.head_dim), ("grad_value", problem.value_dim))
+    }
+    results["sums"] = _like(prepared.accumulator)
+    aliases = {"zeros": "sums"}
+    if problem.deterministic:
+        flags = jnp.zeros((problem.batch, problem.query_heads, rows // tiles.query_tile), jnp.int32)
+        buffers["zero_flags"], results["flags"] = flags, _like(flags)
+        aliases["zero_flags"] = "flags"
+    if mask in ("intervals", "ids"):
+        buffers |= _of_mask(problem, shared, operands, tiles.query_tile, rows)
+        integers["interval_stride"] = problem.key_length if buffers["lo"].shape[0] > 1 else 0
+        if problem.deterministic and buffers["ranks"].shape[0] > 1:
+            integers["rank_stride"] = buffers["ranks"].shape[1]
+    floats = {**softmax_floats(problem), "scale": float(problem.scale or 0.0)}
+    found = launch(plan, buffers, results, integers, floats, aliases=aliases, driver=driver)
+    gradients = found["grad_key"], found["grad_value"]
+    if splits > 1:
+        parts = (*rows_of_keys, problem.kv_heads, splits, -1)
+        grad_key, grad_value = (one.reshape(parts).sum(axis=3).astype(problem.dtype) for one in gradients)
+        gradients = grad_key, grad_value
+    return found["sums"], *gradients
+
+
+def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def hopper_backward(
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    out: jax.Array,
+    lse: jax.Array,
+    grad_out: jax.Array,
+    grad_lse: jax.Array,
+    *,
+    tiles: BackwardTiles | None = None,
+    driver: str = CUDA_DRIVER,
+) -> AttentionOperands:
+    """Gradients of attention by the kernel of `jax_fa4.kernels.hopper.backward`.
+
+    Args:
+      problem: the call; `why_not` says which are taken. With `deterministic`, gradients are bitwise equal from run to
+        run.
+      operands: as `hopper_forward` takes them; sinks enter through `lse` alone.
+      out: the forward's output (B, T, N, D).
+      lse: its log-sum-exp (B, T, N), float32.
+      grad_out: the output's cotangent (B, T, N, D), in the problem's dtype.
+      grad_lse: the log-sum-exp's cotangent (B, T, N), float32.
+      tiles: sizes of the kernel; None: those of `BACKWARD_TILES`.
+      driver: the driver library that launches it.
+
+    Returns:
+      The cotangents of query, key and value in the problem's dtype; None for all others.
+
+    Raises:
+      LaunchError: the problem is none that the kernel takes, or too large for a grid.
+      KernelUnavailableError: no binary is at hand.
+    """
+    if (reason := why_not(problem)) is not None:
+        raise LaunchError(reason)
+    if problem.is_empty:
+        zeros = (jnp.zeros(one.shape, problem.dtype) for one in operands[:3])
+        return AttentionOperands(*zeros)
+    mask_operands = problem.mask_operands(operands)
+    seeing, seen = query_intervals(problem.mask, mask_operands), key_intervals(problem.mask, mask_operands)
+    grad_out = grad_out.astype(problem.dtype)
+    query, grad_out, grad_lse = _zero_unseen(seeing.lo < seeing.hi, operands.query, grad_out, grad_lse)
+    key, value = _zero_unseen(seen.lo < seen.hi, operands.key, operands.value)
+    head_dim = padded_head_dim(max(problem.head_dim, problem.value_dim))
+    tiles = tiles or BACKWARD_TILES[head_dim]
+    width = sum_columns(head_dim)
+    prepared = preprocess(
+        out, grad_out, lse, grad_lse, accumulator_width=width, architecture=ARCHITECTURE, driver=driver
+    )
+    operands = operands._replace(query=query, key=key, value=value)
+    sums, grad_key, grad_value = _launch(problem, operands, grad_out, prepared, tiles, driver)
+    grad_query = postprocess(
+        sums,
+        query_length=problem.query_length,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        scale=float(problem.scale or 0.0),
+        architecture=ARCHITECTURE,
+        fragment_parts=sum_parts(tiles),
+        driver=driver,
+    )
+    return AttentionOperands(grad_query, grad_key, grad_value)

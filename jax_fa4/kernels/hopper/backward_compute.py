@@ -1,0 +1,380 @@
+"""The computing warpgroups of the Hopper backward; the picture is in `backward.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from jax_fa4.kernels.hopper.backward_item import (
+    ADDED_BARRIER,
+    BLOCK_BYTES,
+    CLOSING_BARRIER,
+    GROUPS,
+    KEY_TILE,
+    MEETING_BARRIER,
+    PIECE_BYTES,
+    SCORE_STAGES,
+    STAGED_BARRIER,
+    Context,
+)
+from jax_fa4.kernels.hopper.forward import GROUP_ROWS, PRODUCT_DEPTH, _tiles_of
+from jax_fa4.kernels.parts import bulk
+from jax_fa4.kernels.parts.block_walk import Band, RowIntervals
+from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
+from jax_fa4.kernels.parts.rounding import round_pair
+from jax_fa4.kernels.parts.softmax_row import cap
+from jax_fa4.kernels.parts.tile_mask import hide, hide_other_ids
+
+
+class Compute:
+    """One warpgroup: 64 keys against every visited query tile, then the gradients of these keys and values."""
+
+    def __init__(
+        self,
+        context: Context,
+        group: Int32,
+        thread: Int32,
+        visible: Band | RowIntervals,
+        ids: Any,
+        scales: tuple[Float32, ...],
+    ) -> None:
+        self.context, self.shape, self.group, self.thread = context, context.shape, group, thread
+        self.visible, self.ids = visible, ids
+        self.scale, self.scale_log2, self.cap_log2 = scales
+        self.lane, self.warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
+        self.key_row = context.walk.item.query_tile * KEY_TILE + group * GROUP_ROWS + self.warp * 16 + self.lane // 4
+        self._partition_scores()
+        self._partition_gradients()
+        self.store_to = self._store_place()
+
+    def _partition_scores(self) -> None:
+        shape, context = self.shape, self.context
+        product = shape.score_product()
+        mine = product.get_slice(self.thread)
+
+        def halves(tile: cute.Tensor) -> cute.Tensor:
+            by_group = cute.local_tile(tile[None, None, 0], (GROUP_ROWS, shape.head_dim), (None, 0))
+            return product.make_fragment_A(mine.partition_A(by_group))
+
+        self.key, self.value = halves(context.key), halves(context.value)
+        self.query, self.grad_out = (
+            product.make_fragment_B(mine.partition_B(buffer)) for buffer in (context.query, context.grad_out)
+        )
+        tile = (GROUP_ROWS, shape.query_tile)
+        self.scores, self.grad_probs = (
+            cute.make_rmem_tensor(product.partition_shape_C(tile), Float32) for _ in range(2)
+        )
+
+    def _partition_gradients(self) -> None:
+        shape, context = self.shape, self.context
+        by_key, by_query = shape.key_product(), shape.query_product()
+        of_key, of_query = by_key.get_slice(self.thread), by_query.get_slice(self.thread)
+
+        def columns(buffer: cute.Tensor) -> cute.Tensor:
+            turned = cute.make_tensor(buffer.iterator, cute.select(buffer.layout, mode=[1, 0, 2]))
+            return by_key.make_fragment_B(of_key.partition_B(turned))
+
+        self.query_columns, self.grad_out_columns = columns(context.query), columns(context.grad_out)
+        tile = (GROUP_ROWS, shape.query_tile)
+        self.probs, self.grad_scores = (
+            cute.make_rmem_tensor(by_key.partition_shape_A(tile), shape.dtype) for _ in range(2)
+        )
+        blocks = context.grad_scores
+        turned = cute.make_tensor(blocks.iterator, cute.select(blocks.layout, mode=[1, 0, 2]))
+        turned = cute.local_tile(turned, (GROUP_ROWS, GROUP_ROWS), (None, 0, None))
+        by_turned = shape.turned_product()
+        self.turned_grad_scores = by_turned.make_fragment_A(by_turned.get_slice(self.thread).partition_A(turned))
+        gradient = by_key.partition_shape_C((GROUP_ROWS, shape.head_dim))
+        self.grad_key, self.grad_value = (cute.make_rmem_tensor(gradient, Float32) for _ in range(2))
+        # Keys by columns. Where head_dim is less than sum_columns the last columns lie in the values' buffer, which is
+        # written once and before; what they give is dropped.
+        layout = shape.tile_layout(KEY_TILE, 1, shape.sum_columns)
+        wide = cute.make_tensor(context.key.iterator, cute.select(layout.outer, mode=[1, 0]))
+        parts = cute.local_tile(wide, (shape.sum_width, KEY_TILE), (None, 0))
+        self.key_columns = by_query.make_fragment_B(of_query.partition_B(parts))
+        self.all_grad_scores = by_query.make_fragment_A(of_query.partition_A(context.grad_scores))
+        self.grad_query = cute.make_rmem_tensor(by_query.partition_shape_C((GROUP_ROWS, shape.sum_width)), Float32)
+
+    def _store_place(self) -> cute.Pointer:
+        """Where this lane's row of a transposed 8 x 8 matrix of dS goes: queries are rows of 128 bytes, 64 keys; 16
+        bytes, 8 keys, are swapped as the 128-byte swizzle says (PTX ISA: bits 4..6 by bits 7..9)."""
+        matrix, row = self.lane // 8, self.lane % 8
+        chunk = (self.warp * 2 + matrix % 2) ^ row
+        offset = self.group * BLOCK_BYTES + ((matrix // 2) * 8 + row) * PIECE_BYTES + chunk * 16
+        base = cute.recast_ptr(self.context.grad_scores.iterator, dtype=cutlass.Uint8)
+        return base + offset
+
+    @cute.jit
+    def run(self) -> None:
+        """Every step of the item; the last one, which prepares no other, is a copy of its own."""
+        context = self.context
+        steps, masked = context.walk.steps, context.walk.masked_steps
+        self.grad_key.fill(0.0)
+        self.grad_value.fill(0.0)
+        if steps > 0:
+            self.first()
+            last = steps - 1
+            masked = cutlass.min(masked, last)
+            for step in cutlass.range(0, masked, 1, unroll=1):
+                self.step(step, is_masked=True, is_last=False)
+            for step in cutlass.range(masked, last, 1, unroll=1):
+                self.step(step, is_masked=False, is_last=False)
+            self.step(last, is_masked=True, is_last=True)
+            warpgroup.wait_group(0)
+
+    def first(self) -> None:
+        """Issue scores and probabilities' gradients of step 0, and wait for the former."""
+        cute.arch.mbarrier_wait(self.context.key_landed, 0)
+        self.context.queries.wait_landed(Int32(0))
+        warpgroup.fence()
+        self.multiply_queries(Int32(0))
+        cute.arch.mbarrier_wait(self.context.value_landed, 0)
+        warpgroup.wait_group(0)
+
+    def step(self, step: Any, is_masked: bool, is_last: bool) -> None:
+        """When it starts, this step's scores are there, and dK of the step before and dP of this are under way."""
+        queries, grads = self.context.queries, self.context.grads
+        grads.wait_landed(Int32(step))
+        warpgroup.fence()
+        self.multiply_grads(Int32(step))
+        if self.shape.has_cap:
+            warpgroup.wait_group(1)
+        self.finish_probs(step, is_masked)
+        if not self.shape.has_cap:
+            self.round_into(self.probs, self.scores)
+        warpgroup.wait_group(1)  # dK of the step before
+        self.release_if_any(queries, step)
+        warpgroup.fence()
+        self.multiply_probs(step)
+        warpgroup.wait_group(1)  # dP
+        self.finish_grad_scores(step)
+        if not is_last:
+            queries.wait_landed(step + 1)
+            warpgroup.fence()
+            self.multiply_queries(step + 1)
+        cute.arch.barrier(barrier_id=MEETING_BARRIER, number_of_threads=GROUPS * GROUP_THREADS)
+        warpgroup.wait_group(0 if is_last else 1)  # dV
+        self.release(grads, step)
+        warpgroup.fence()
+        self.multiply_grad_scores(step)
+        self.multiply_turned_grad_scores(step)
+        warpgroup.wait_group(1)  # dQ and the next scores
+        self.stage_grad_query()
+
+    def multiply_queries(self, step: Int32) -> None:
+        """Issue scores = K Q^T."""
+        self._multiply_tiles(self.scores, self.key, self.query, self.context.queries.stage(step))
+
+    def multiply_grads(self, step: Int32) -> None:
+        """Issue grad_probs = V dO^T."""
+        self._multiply_tiles(self.grad_probs, self.value, self.grad_out, self.context.grads.stage(step))
+
+    def _multiply_tiles(self, result: cute.Tensor, left: cute.Tensor, right: cute.Tensor, stage: Int32) -> None:
+        product = self.shape.score_product()
+        for depth in range(self.shape.head_dim // PRODUCT_DEPTH):
+            product.set(warpgroup.Field.ACCUMULATE, depth > 0)
+            mine = left[None, None, depth, self.group]
+            cute.gemm(product, result, mine, right[None, None, depth, stage], result)
+        warpgroup.commit_group()
+
+    def multiply_probs(self, step: Int32) -> None:
+        """Issue grad_value += P^T dO."""
+        self._accumulate(self.grad_value, self.probs, self.grad_out_columns, self.context.grads.stage(step))
+
+    def multiply_turned_grad_scores(self, step: Int32) -> None:
+        """Issue grad_key += dS^T Q."""
+        if not self.shape.is_turned:
+            self._accumulate(self.grad_key, self.grad_scores, self.query_columns, self.context.queries.stage(step))
+            return
+        shape, product, stage = self.shape, self.shape.turned_product(), self.context.queries.stage(step)
+        product.set(warpgroup.Field.ACCUMULATE, True)
+        for depth in range(shape.query_tile // PRODUCT_DEPTH):
+            block, place = divmod(depth, GROUP_ROWS // PRODUCT_DEPTH)
+            block = (step % SCORE_STAGES) * shape.row_blocks + block
+            left = self.turned_grad_scores[None, None, place, self.group, block]
+            cute.gemm(product, self.grad_key, left, self.query_columns[None, None, depth, stage], self.grad_key)
+        warpgroup.commit_group()
+
+    def _accumulate(self, result: cute.Tensor, left: cute.Tensor, right: cute.Tensor, stage: Int32) -> None:
+        product = self.shape.key_product()
+        product.set(warpgroup.Field.ACCUMULATE, True)
+        for depth in range(self.shape.query_tile // PRODUCT_DEPTH):
+            cute.gemm(product, result, left[None, None, depth], right[None, None, depth, stage], result)
+        warpgroup.commit_group()
+
+    def multiply_grad_scores(self, step: Int32) -> None:
+        """Issue this warpgroup's part of grad_query = dS K: its queries, or its columns."""
+        shape, product = self.shape, self.shape.query_product()
+        block, part = (step % SCORE_STAGES) * shape.row_blocks, self.group
+        if shape.row_blocks > 1:
+            block, part = block + self.group, Int32(0)
+        for depth in range(KEY_TILE // PRODUCT_DEPTH):
+            product.set(warpgroup.Field.ACCUMULATE, depth > 0)
+            left, right = self.all_grad_scores[None, None, depth, block], self.key_columns[None, None, depth, part]
+            cute.gemm(product, self.grad_query, left, right, self.grad_query)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release_if_any(self, ring: Ring, step: Any) -> None:
+        """The stage of the step before, where there was one."""
+        if step > 0:
+            self.release(ring, step - 1)
+
+    def release(self, ring: Ring, step: Int32) -> None:
+        """This warp has read the stage of that step."""
+        with cute.arch.elect_one():
+            ring.release(step)
+
+    def row_values(self, rows: cute.Pointer, ring: Ring, step: Int32) -> list[tuple[Float32, Float32]]:
+        """LSE or delta of the thread's columns, two neighbours for each eight queries."""
+        first = rows + ring.stage(step) * self.shape.query_tile + (self.lane % 4) * 2
+        pairs = []
+        for index in range(self.shape.query_tile // 8):
+            pair = cute.make_tensor((first + index * 8).align(8), cute.make_layout(2)).load()
+            pairs.append((pair[0], pair[1]))
+        return pairs
+
+    def finish_probs(self, step: Int32, is_masked: bool) -> None:
+        """Scores to probabilities, in place: p = 2^(s - lse), 0 for hidden pairs and for queries beyond the last."""
+        shape = self.shape
+        if shape.has_cap:
+            cap(self.scores, self.cap_log2)
+        if is_masked:
+            self.hide(step)
+        pairs = self.row_values(self.context.lse, self.context.queries, step)
+        if shape.has_cap:
+            self.finish_capped(pairs)
+            return
+        for index in range(cute.size(self.scores)):
+            exponent = self.scores[index] * self.scale_log2 - pairs[index // 4][index % 2]
+            self.scores[index] = cute.math.exp2(exponent, fastmath=True)  # type: ignore[attr-defined]
+
+    def finish_capped(self, pairs: list[tuple[Float32, Float32]]) -> None:
+        """Scores are t = tanh(x): round p for dV here, and leave p (1 - t^2), which dS is proportional to."""
+        for index in range(0, cute.size(self.scores), 2):
+            values, slopes = [], []
+            for place in (index, index + 1):
+                turned = self.scores[place]
+                exponent = turned * self.scale_log2 - pairs[place // 4][place % 2]
+                values.append(cute.math.exp2(exponent, fastmath=True))  # type: ignore[attr-defined]
+                bounded = cute.arch.fmax(turned, Float32(-1.0))  # a hidden score is -inf
+                slopes.append(1.0 - bounded * bounded)
+            cute.recast_tensor(self.probs, Uint32)[index // 2] = round_pair(values[0], values[1], self.shape.dtype)
+            for place, value, slope in zip((index, index + 1), values, slopes, strict=True):
+                self.scores[place] = value * slope
+
+    def hide(self, step: Int32) -> None:
+        """Set to -inf the scores of queries that do not see the thread's keys, and of keys beyond the last."""
+        shape, visible = self.shape, self.visible
+        _, tile = self.context.walk.place(Int32(step))
+        first_column = tile * shape.query_tile + (self.lane % 4) * 2
+        for half in range(2):
+            row = self.key_row + 8 * half
+            hi = cutlass.select_(row < visible.queries, visible.hi(row), Int32(0))
+            hide(self.scores, half, visible.lo(row), hi, first_column)
+        if shape.has_ids:
+            self.compare_ids(first_column)
+
+    @cute.jit
+    def compare_ids(self, first_column: Int32) -> None:
+        """Hide the queries whose ids differ from the key's, in items whose ids lie in no simple order."""
+        if self.context.walk.item.compare_ids != 0:
+            for half in cutlass.range_constexpr(2):
+                hide_other_ids(self.scores, half, self.ids.of_query(self.key_row + 8 * half), self.ids, first_column)
+
+    def round_into(self, rounded: cute.Tensor, values: Any) -> None:
+        """Accumulator elements lie in the order of the A operand (PTX ISA, fragments of wgmma): round pair by pair."""
+        pairs = cute.recast_tensor(rounded, Uint32)
+        for pair in range(cute.size(pairs)):
+            pairs[pair] = round_pair(values[2 * pair], values[2 * pair + 1], self.shape.dtype)
+
+    def finish_grad_scores(self, step: Int32) -> None:
+        """dS = P (dP - delta), rounded: in registers for dK, in shared memory for dQ."""
+        shape = self.shape
+        pairs = self.row_values(self.context.delta, self.context.grads, step)
+        rounded = cute.recast_tensor(self.grad_scores, Uint32)
+        for pair in range(cute.size(rounded)):
+            first, second = self.scores[2 * pair], self.scores[2 * pair + 1]
+            if shape.is_rounded:
+                first, second = (self.probs[2 * pair + place].to(Float32) for place in range(2))
+            deltas = pairs[pair // 2]
+            first = first * (self.grad_probs[2 * pair] - deltas[0])
+            second = second * (self.grad_probs[2 * pair + 1] - deltas[1])
+            rounded[pair] = round_pair(first, second, shape.dtype)
+        stage = self.store_to + (step % SCORE_STAGES) * (shape.row_blocks * GROUPS * BLOCK_BYTES)
+        for first in range(0, cute.size(rounded), 4):
+            # Four registers: 16 queries, of the 16 keys of this warp.
+            block, row = divmod(first * 4, GROUP_ROWS)
+            place = stage + (block * GROUPS * BLOCK_BYTES + row * PIECE_BYTES)
+            bulk.store_transposed(place, [rounded[first + index] for index in range(4)])
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def stage_grad_query(self) -> None:
+        """The accumulator to its staging, four registers at a time, and tell the warp that adds."""
+        shape, group = self.shape, self.group
+        threads = GROUP_THREADS + 32
+        cute.arch.barrier(barrier_id=ADDED_BARRIER + group, number_of_threads=threads)
+        first = self.context.staged + group * shape.sum_floats + self.thread * 4
+        for chunk in range(cute.size(self.grad_query) // 4):
+            to = cute.make_tensor((first + chunk * GROUP_THREADS * 4).align(16), cute.make_layout(4))
+            values = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+            for index in range(4):
+                values[index] = self.grad_query[chunk * 4 + index]
+            cute.autovec_copy(values, to)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(barrier_id=STAGED_BARRIER + group, number_of_threads=threads)
+
+    @cute.jit
+    def store(self, maps: tuple[cute.CopyAtom, ...], kv_head: Int32) -> None:
+        """Round, stage over this group's keys and values, which nobody reads any more, and copy out."""
+        cute.arch.barrier(barrier_id=MEETING_BARRIER, number_of_threads=GROUPS * GROUP_THREADS)
+        context, item = self.context, self.context.walk.item
+        staged = []
+        for gradient, buffer, scale in (
+            (self.grad_key, context.key, self.scale),
+            (self.grad_value, context.value, Float32(1.0)),
+        ):
+            for index in range(cute.size(gradient)):
+                gradient[index] = gradient[index] * scale
+            rounded = cute.make_rmem_tensor(gradient.layout, self.shape.dtype)
+            pairs = cute.recast_tensor(rounded, Uint32)
+            for pair in range(cute.size(pairs)):
+                pairs[pair] = round_pair(gradient[2 * pair], gradient[2 * pair + 1], self.shape.dtype)
+            halves = cute.local_tile(buffer[None, None, 0], (GROUP_ROWS, self.shape.head_dim), (None, 0))
+            to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.shape.dtype)
+            mine = cute.make_tiled_copy_C(to_shared, self.shape.key_product()).get_slice(self.thread)
+            cute.copy(to_shared, mine.retile(rounded), mine.partition_D(halves[None, None, self.group]))
+            staged.append(halves)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=CLOSING_BARRIER + self.group, number_of_threads=GROUP_THREADS)
+        if self.warp == 0:
+            for tensor_map, halves in zip(maps, staged, strict=True):
+                buffer, tiles = _tiles_of(tensor_map, halves, GROUP_ROWS, kv_head, item.batch)
+                cute.copy(tensor_map, buffer[None, self.group], tiles[None, item.query_tile * GROUPS + self.group])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_parts(self, results: tuple[cute.Pointer, ...], heads: Int32, dims: tuple[Int32, Int32]) -> None:
+        """Write float32 gradients of part of the query heads, which are summed elsewhere."""
+        item = self.context.walk.item
+        for gradient, result, head_dim, scale in (
+            (self.grad_key, results[0], dims[0], self.scale),
+            (self.grad_value, results[1], dims[1], Float32(1.0)),
+        ):
+            for half in cutlass.range_constexpr(2):
+                row = self.key_row + 8 * half
+                place = ((Int64(item.batch) * self.visible.queries + row) * heads + item.head) * head_dim
+                for group in cutlass.range_constexpr(self.shape.head_dim // 8):
+                    column = group * 8 + (self.lane % 4) * 2
+                    if (row < self.visible.queries) & (column < head_dim):
+                        values = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+                        for index in cutlass.range_constexpr(2):
+                            values[index] = gradient[group * 4 + half * 2 + index] * scale
+                        cute.autovec_copy(
+                            values, cute.make_tensor((result + (place + column)).align(8), cute.make_layout(2))
+                        )

@@ -1,0 +1,212 @@
+"""Plans of the Hopper backward: which sizes it takes, and why those."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_fa4.kernels.hopper.plans import ARCHITECTURE, FORWARD_DTYPES, GROUP_ROWS, WARPS_PER_GROUP, Mask
+from jax_fa4.kernels.plan import (
+    DTYPES,
+    Event,
+    Extent,
+    KernelPlan,
+    Parameter,
+    PlanError,
+    Role,
+    SharedBuffer,
+    TensorMap,
+)
+
+GROUPS = 2  # computing warpgroups, of 64 keys each
+KEY_TILE = GROUPS * GROUP_ROWS
+SCORE_STAGES = 2
+LOAD_REGISTERS, COMPUTE_REGISTERS = 32, 240  # 4 * 32 * 32 + 8 * 32 * 240: all 65536
+# Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need.
+SCALARS = (
+    *("query_length", "key_length", "heads", "item_heads", "splits", "offset", "left", "right"),
+    *("section_heads", "interval_stride", "rank_stride", "query_tiles", "head_dim", "value_dim"),
+)
+SIZES = (
+    *("batch", "sections", "items", "kv_heads"),
+    *(f"{name}_{unit}_bytes" for name in ("query", "key", "value", "grad_out") for unit in ("head", "row", "batch")),
+)
+FLOATS = ("scale", "scale_log2", "cap_log2")
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """Sizes of a backward kernel: queries per step (64 or 128), stages of each ring; and whether dS is computed from
+    rounded probabilities, and dK with dS from shared memory."""
+
+    query_tile: int
+    stages: int
+    rounded_probs: bool = False
+    turned_scores: bool = True
+
+
+BACKWARD_TILES = {64: BackwardTiles(64, 2), 96: BackwardTiles(64, 2), 128: BackwardTiles(64, 2)}
+
+
+def sum_columns(head_dim: int) -> int:
+    """Columns of the query gradients' sums: whole pieces of a product for each warpgroup where they share columns."""
+    return 128 if head_dim == 96 else head_dim
+
+
+def sum_parts(tiles: BackwardTiles) -> int:
+    """Parts in columns of 64 rows of the sums: each warpgroup has half the columns of 64 queries, or 64 of 128."""
+    return GROUPS * GROUP_ROWS // tiles.query_tile
+
+
+def _tensor_maps(dtype: str, head_dim: int, tiles: BackwardTiles, split: bool) -> tuple[TensorMap, ...]:
+    """(head_dim, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by the rows of one copy."""
+    box_columns = 64 if head_dim % 64 == 0 else 32
+    copies = [
+        ("query", "query", tiles.query_tile),
+        ("key", "key", KEY_TILE),
+        ("value", "value", KEY_TILE),
+        ("grad_out", "grad_out", tiles.query_tile),
+    ]
+    if not split:
+        copies += [("grad_key", "key", GROUP_ROWS), ("grad_value", "value", GROUP_ROWS)]
+    dims = {"query": "head_dim", "key": "head_dim", "value": "value_dim", "grad_out": "value_dim"}
+    lengths = {"query": "query_length", "key": "key_length", "value": "key_length", "grad_out": "query_length"}
+    heads = {"query": "heads", "key": "kv_heads", "value": "kv_heads", "grad_out": "heads"}
+    return tuple(
+        TensorMap(
+            name=name,
+            buffer=name,
+            element=dtype,
+            extents=(dims[like], lengths[like], heads[like], "batch"),
+            strides_bytes=(f"{like}_row_bytes", f"{like}_head_bytes", f"{like}_batch_bytes"),
+            box=(box_columns, rows, 1, 1),
+            swizzle_bytes=box_columns * DTYPES[dtype],
+        )
+        for name, like, rows in copies
+    )
+
+
+def _events(tiles: BackwardTiles, row_bytes: int) -> tuple[Event, ...]:
+    """One copy fills a stage; one lane of each computing warp frees it."""
+    readers, step_bytes = GROUPS * WARPS_PER_GROUP, tiles.query_tile * (row_bytes + 4)
+    rings = [
+        event
+        for ring in ("queries", "grads")
+        for event in (
+            Event(f"{ring}_landed", (("load", 1),), ("compute",), 1, tiles.stages, step_bytes),
+            Event(f"{ring}_free", (("compute", readers),), ("load",), readers, tiles.stages),
+        )
+    ]
+    once = [
+        Event(f"{name}_landed", (("load", 1),), ("compute",), 1, 1, KEY_TILE * row_bytes) for name in ("keys", "values")
+    ]
+    return (*once, *rings)
+
+
+def _shared(head_dim: int, tiles: BackwardTiles, row_bytes: int, element_bytes: int) -> tuple[SharedBuffer, ...]:
+    grad_score_bytes = tiles.query_tile * KEY_TILE * element_bytes
+    row_values = tiles.query_tile * 4
+    return (
+        SharedBuffer("keys", KEY_TILE * row_bytes, alignment=1024),
+        SharedBuffer("staged_grad_key", KEY_TILE * row_bytes, alignment=1024, over="keys"),
+        SharedBuffer("values", KEY_TILE * row_bytes, alignment=1024),
+        SharedBuffer("staged_grad_value", KEY_TILE * row_bytes, alignment=1024, over="values"),
+        SharedBuffer("queries", tiles.query_tile * row_bytes, tiles.stages, alignment=1024),
+        SharedBuffer("grads", tiles.query_tile * row_bytes, tiles.stages, alignment=1024),
+        SharedBuffer("grad_scores", grad_score_bytes, SCORE_STAGES, alignment=1024),
+        SharedBuffer("staged_sums", tiles.query_tile * sum_columns(head_dim) * 4),
+        SharedBuffer("lse", row_values, tiles.stages),
+        SharedBuffer("delta", row_values, tiles.stages),
+    )
+
+
+def backward_plan(
+    dtype: str,
+    head_dim: int,
+    mask: Mask,
+    *,
+    tiles: BackwardTiles | None = None,
+    soft_cap: bool = False,
+    ordered: bool = False,
+    split: bool = False,
+) -> KernelPlan:
+    """The backward for one padded head dimension.
+
+    Args:
+        dtype: one of `FORWARD_DTYPES`, of queries, keys, values and output gradients.
+        head_dim: padded, a key of `BACKWARD_TILES`; smaller ones are filled with zeros by the tensor maps.
+        mask: as `forward_plan` takes it; both edges are always computed.
+        tiles: the sizes; None: those of `BACKWARD_TILES`.
+        soft_cap: scores are capped.
+        ordered: the sums of query gradients are added in a fixed order.
+        split: several items share the query heads of their keys; they write float32 parts.
+
+    Raises PlanError on what no device could run.
+    """
+    if dtype not in FORWARD_DTYPES or head_dim not in BACKWARD_TILES:
+        raise PlanError(
+            f"backward: dtype {dtype!r} with head_dim {head_dim}; the Hopper kernel takes {', '.join(FORWARD_DTYPES)} "
+            f"with {', '.join(map(str, BACKWARD_TILES))}."
+        )
+    tiles = tiles or BACKWARD_TILES[head_dim]
+    if tiles.query_tile not in (64, 128):
+        raise PlanError(f"backward: query_tile is {tiles.query_tile}; it takes 64 or 128.")
+    is_table = mask in ("intervals", "ids")
+    row_bytes = head_dim * DTYPES[dtype]
+    pointers = [Parameter("operand", "lse"), Parameter("operand", "delta"), Parameter("result", "sums")]
+    operands = ["query", "key", "value", "grad_out", "lse", "delta", "zeros"]
+    results = ["grad_key", "grad_value", "sums"]
+    if ordered:
+        operands.append("zero_flags")
+        results.append("flags")
+        pointers.append(Parameter("result", "flags"))
+    extra = []
+    if is_table:
+        extra += ["item_table", "lo", "hi"]
+    if mask == "ids":
+        extra += ["key_ids", "query_ids"]
+    if ordered and is_table:
+        extra.append("ranks")
+    gradients = [Parameter("result" if split else "tensor_map", name) for name in ("grad_key", "grad_value")]
+    grid = (Extent((("section_heads", 1),)), Extent((("key_length", KEY_TILE),)), Extent((("sections", 1),)))
+    if is_table:
+        grid = (Extent((("items", 1),)), Extent(), Extent())
+    return KernelPlan(
+        kernel="backward",
+        architecture=ARCHITECTURE,
+        source="jax_fa4.kernels.hopper.backward",
+        options=(
+            ("dtype", dtype),
+            ("head_dim", head_dim),
+            ("mask", "window" if mask == "causal" else mask),
+            ("soft_cap", soft_cap),
+            ("ordered", ordered),
+            ("split", split),
+            ("query_tile", tiles.query_tile),
+            ("stages", tiles.stages),
+            ("sum_columns", sum_columns(head_dim)),
+            ("rounded_probs", tiles.rounded_probs),
+            ("turned_scores", tiles.turned_scores),
+        ),
+        operands=(*operands, *extra),
+        results=tuple(results),
+        integers=(*SCALARS, *SIZES),
+        floats=FLOATS,
+        parameters=(
+            *(Parameter("tensor_map", name) for name in ("query", "key", "value", "grad_out")),
+            *gradients,
+            *pointers,
+            *(Parameter("operand", name) for name in extra),
+            *(Parameter("int32", name) for name in SCALARS),
+            *(Parameter("float32", name) for name in FLOATS),
+        ),
+        grid=grid,
+        roles=(
+            Role("load", 1, LOAD_REGISTERS),
+            Role("add", 1, LOAD_REGISTERS),
+            Role("idle", 2, LOAD_REGISTERS),
+            Role("compute", GROUPS * WARPS_PER_GROUP, COMPUTE_REGISTERS),
+        ),
+        tensor_maps=_tensor_maps(dtype, head_dim, tiles, split),
+        shared=_shared(head_dim, tiles, row_bytes, DTYPES[dtype]),
+        events=_events(tiles, row_bytes),
+    )
