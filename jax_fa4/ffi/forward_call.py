@@ -6,6 +6,7 @@ call is traced where ids and lengths are known then, else by XLA.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 from jax_fa4.cost import Architecture
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import Column, Policy, WorkGrid, WorkTable, forward_grid, forward_table
+from jax_fa4.schedule.order import Column, Policy, WorkGrid, WorkTable, forward_grid, forward_table, make_table
 from jax_fa4.schedule.simulate import simulate
+from jax_fa4.schedule.tiles import Intervals, MaskRule
 
 MaskKind = Literal["causal", "window", "intervals", "ids"]
 UNBOUNDED = 1 << 30  # an edge that never binds: beyond any row, and its sum with a row does not overflow
@@ -80,6 +82,8 @@ class ForwardCall:
         ctas: CTAs that share an item.
         policy: how the work table orders items, with masks that would need none too; None: longest first, and for those
             no table.
+        packed: the query heads that share a KV head are rows of one head: row t * group + g is query t of the group's
+            g-th head. For few queries, whose tile would be nearly empty, and which would read keys once a head.
     """
 
     problem: AttentionProblem
@@ -88,17 +92,32 @@ class ForwardCall:
     arch: Architecture
     ctas: int = 1
     policy: Policy | None = None
+    packed: bool = False
+
+    @property
+    def seen(self) -> AttentionProblem:
+        """The problem as the kernel sees it; where heads are packed, without causality and window."""
+        problem = self.problem
+        if not self.packed:
+            return problem
+        rows = problem.query_length * problem.group_size
+        mask = MaskRule(rows, problem.key_length)
+        return dataclasses.replace(problem, query_length=rows, query_heads=problem.kv_heads, mask=mask)
 
     @property
     def mask_kind(self) -> MaskKind:
         """The kind of mask of the kernel."""
         kind = mask_kind(self.problem)
-        return "intervals" if self.policy is not None and kind in ("causal", "window") else kind
+        if kind in ("causal", "window") and self.policy is not None:
+            return "intervals"
+        if kind in ("causal", "window") and self.packed:
+            return "causal" if self.is_everything_seen() else "intervals"
+        return kind
 
     @property
     def grid(self) -> WorkGrid:
         """What there is to order."""
-        return forward_grid(self.problem, self.rows, self.key_tile, self.arch, ctas=self.ctas)
+        return forward_grid(self.seen, self.rows, self.key_tile, self.arch, ctas=self.ctas)
 
     def section_heads(self) -> int:
         """Query heads whose blocks run together: as many as fit in L2 with their keys and values, in even sections.
@@ -106,7 +125,7 @@ class ForwardCall:
         Sections are of whole groups that share keys and values, and never cross the end, so that no block is without
         work. Where even sections would be more than a grid takes, there is one of all heads.
         """
-        problem = self.problem
+        problem = self.seen
         most = max(self.grid.groups_in_l2, 1)
         groups = problem.batch * problem.kv_heads
         section = max(one for one in range(1, min(most, groups) + 1) if groups % one == 0)
@@ -120,9 +139,16 @@ class ForwardCall:
         last = problem.key_length if right is None else min(problem.query_length + offset + right, problem.key_length)
         return first, last
 
+    def is_everything_seen(self) -> bool:
+        """Whether causality and window hide nothing."""
+        left, right = self.problem.mask.band
+        offset, last = self.problem.mask.diagonal_offset, self.problem.query_length - 1
+        is_left_open = left is None or last + offset - left <= 0
+        return is_left_open and (right is None or offset + right + 1 >= self.problem.key_length)
+
     def integers(self) -> dict[str, int]:
         """Every integer that a forward plan may name, for operands without gaps."""
-        problem, element_bytes = self.problem, DTYPES[self.problem.dtype]
+        problem, element_bytes = self.seen, DTYPES[self.problem.dtype]
         head_bytes, value_head_bytes = problem.head_dim * element_bytes, problem.value_dim * element_bytes
         left, right = problem.mask.band
         section_heads = self.section_heads()
@@ -163,14 +189,24 @@ class ForwardCall:
         """The work table."""
         policy = self.policy or Policy.LONGEST_FIRST
         sizes = self.rows, self.key_tile, self.arch
+        if self.packed:
+            return make_table(self.grid, self.row_intervals(operands), policy)
         return forward_table(self.problem, operands, *sizes, ctas=self.ctas, policy=policy)
+
+    def row_intervals(self, operands: AttentionOperands) -> Intervals:
+        """What each of the kernel's rows sees."""
+        rows, _ = self.problem.intervals(operands)
+        if not self.packed:
+            return rows
+        lo, hi = (one.repeat(self.problem.group_size, axis=1) for one in (rows.lo, rows.hi))
+        return Intervals(lo, hi, rows.exact)
 
     def mask_buffers(self, operands: AttentionOperands) -> dict[str, Any]:
         """Operands for masks from memory; values that nobody sees, which may be NaN, replaced by zeros."""
         problem = self.problem
         mask_operands = problem.mask_operands(operands)
-        table = self.table(operands)
-        rows, seen_from = problem.intervals(operands)
+        table, rows = self.table(operands), self.row_intervals(operands)
+        _, seen_from = problem.intervals(operands)
         found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
         is_seen = seen_from.lo < seen_from.hi
         if isinstance(is_seen, jax.Array) or not is_seen.all():
@@ -179,30 +215,50 @@ class ForwardCall:
             shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
             ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)
             query_ids, key_ids = (jnp.broadcast_to(one, to) for one, to in zip(ids, shapes, strict=True))
+            if self.packed:
+                query_ids = query_ids.repeat(problem.group_size, axis=1)
             found |= {"query_ids": query_ids, "key_ids": key_ids}
         return found
 
     def arguments(self, operands: AttentionOperands) -> tuple[dict[str, Any], dict[str, int]]:
         """Operands and integers of the call, by the plan's names."""
-        buffers: dict[str, Any] = {"query": operands.query, "key": operands.key, "value": operands.value}
+        buffers: dict[str, Any] = {"query": self.pack(operands.query), "key": operands.key, "value": operands.value}
         integers = self.integers()
         if self.problem.has_sinks:
             buffers["sinks"] = operands.sinks.astype(jnp.float32)
         if self.mask_kind in ("intervals", "ids"):
             buffers |= self.mask_buffers(operands)
-            integers["interval_stride"] = self.problem.query_length if buffers["lo"].shape[0] > 1 else 0
+            integers["interval_stride"] = self.seen.query_length if buffers["lo"].shape[0] > 1 else 0
         elif (first_seen := self.seen_by_band()[0]) > 0:
             buffers["value"] = operands.value.at[:, :first_seen].set(0)
         return buffers, integers
 
+    def pack(self, query: jax.Array) -> jax.Array:
+        """The queries as the kernel takes them."""
+        if not self.packed:
+            return query
+        problem = self.problem
+        parts = query.reshape(
+            problem.batch, problem.query_length, problem.kv_heads, problem.group_size, problem.head_dim
+        )
+        return parts.swapaxes(2, 3).reshape(problem.batch, -1, problem.kv_heads, problem.head_dim)
+
+    def unpack(self, result: jax.Array) -> jax.Array:
+        """A result of the kernel, (B, rows, heads, ...), as the caller wants it, (B, T, N, ...)."""
+        if not self.packed:
+            return result
+        problem = self.problem
+        parts = (problem.batch, problem.query_length, problem.group_size, problem.kv_heads, *result.shape[3:])
+        return result.reshape(parts).swapaxes(2, 3).reshape(*parts[:2], problem.query_heads, *result.shape[3:])
+
     @property
     def items(self) -> int:
         """Work items."""
-        return -(-self.problem.query_length // self.rows) * self.problem.query_heads * self.problem.batch
+        return -(-self.seen.query_length // self.rows) * self.seen.query_heads * self.seen.batch
 
     def workspace_bytes(self) -> int:
         """Bytes beside operands and results: work table, intervals, ids, values without what nobody sees."""
-        problem = self.problem
+        problem = self.seen
         if self.mask_kind in ("causal", "window"):
             return self.integers()["value_batch_bytes"] * problem.batch if self.seen_by_band()[0] > 0 else 0
         intervals = 2 * problem.query_length
@@ -227,15 +283,15 @@ class ForwardCall:
             )
         return [
             ("kernel", plan.key),
-            ("tile", f"{self.rows} queries x {self.key_tile} keys"),
+            ("tile", f"{self.rows} queries x {self.key_tile} keys{', heads of a group packed' if self.packed else ''}"),
             ("schedule", schedule),
             ("shared memory", f"{plan.dynamic_shared_bytes:,} bytes"),
             ("workspace", f"{self.workspace_bytes():,} bytes"),
         ]
 
     def results(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the results."""
-        problem = self.problem
+        """Shapes and dtypes of the kernel's results."""
+        problem = self.seen
         rows = problem.batch, problem.query_length, problem.query_heads
         return {
             "out": jax.ShapeDtypeStruct((*rows, problem.value_dim), problem.dtype),

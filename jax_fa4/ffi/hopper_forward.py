@@ -12,16 +12,26 @@ from jax_fa4.ffi.forward_call import (
     REMEDY,
     ForwardCall,
     empty_results,
-    mask_kind,
     softmax_floats,
     why_no_kernel,
 )
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
 from jax_fa4.kernels import bundle
-from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, Mask, Tiles, forward_plan, padded_head_dim
+from jax_fa4.kernels.hopper.plans import (
+    FORWARD_DTYPES,
+    FORWARD_TILES,
+    SHORT_TILES,
+    Tiles,
+    forward_plan,
+    padded_head_dim,
+)
 from jax_fa4.kernels.plan import KernelPlan, PlanError
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Policy
+
+HOPPER = ARCHITECTURES["sm_90"]
+MAX_PACKED_QUERIES = 64  # more fill a tile by themselves; packing copies the queries
+SHORT_COST = 1.15  # time of a row of `SHORT_TILES` by one of `FORWARD_TILES`, in long sequences (docs/performance.md)
 
 
 def why_not(problem: AttentionProblem) -> str | None:
@@ -37,16 +47,32 @@ def why_not(problem: AttentionProblem) -> str | None:
 
 
 def tiles_of(problem: AttentionProblem) -> Tiles:
-    """The sizes of the kernel that takes a problem."""
-    return FORWARD_TILES[padded_head_dim(max(problem.head_dim, problem.value_dim))]
+    """The sizes of the kernel that takes a problem: those that leave the fewest rows empty, by their speeds."""
+    head_dim = padded_head_dim(max(problem.head_dim, problem.value_dim))
+    usual, short = FORWARD_TILES[head_dim], SHORT_TILES[head_dim]
+    rows = problem.query_length * (problem.group_size if is_packed(problem, short) else 1)
+    return short if _covered(rows, short) * SHORT_COST < _covered(rows, usual) else usual
 
 
-def plan_of(problem: AttentionProblem, tiles: Tiles | None = None, mask: Mask | None = None) -> KernelPlan:
-    """The plan of the kernel that takes a problem; `tiles` None: those of `tiles_of`; `mask` None: the problem's."""
+def _covered(rows: int, tiles: Tiles) -> int:
+    """Rows that tiles cover, empty ones included."""
+    return -(-rows // tiles.rows) * tiles.rows
+
+
+def is_packed(problem: AttentionProblem, tiles: Tiles) -> bool:
+    """Whether heads that share keys and values become rows: for few queries, where it takes fewer waves of items."""
+    if problem.has_sinks or problem.group_size < 2 or problem.query_length > MAX_PACKED_QUERIES:
+        return False
+    unpacked, packed = (ForwardCall(problem, tiles.rows, tiles.key_tile, HOPPER, packed=one) for one in (False, True))
+    return -(-packed.items // HOPPER.sms) < -(-unpacked.items // HOPPER.sms)
+
+
+def plan_of(problem: AttentionProblem, tiles: Tiles | None = None, policy: Policy | None = None) -> KernelPlan:
+    """The plan of the kernel that takes a problem; arguments as for `forward_call`."""
     return forward_plan(
         problem.dtype,
         padded_head_dim(max(problem.head_dim, problem.value_dim)),
-        mask or mask_kind(problem),
+        forward_call(problem, tiles, policy).mask_kind,
         tiles=tiles or tiles_of(problem),
         soft_cap=problem.logits_soft_cap is not None,
         sinks=problem.has_sinks,
@@ -54,9 +80,9 @@ def plan_of(problem: AttentionProblem, tiles: Tiles | None = None, mask: Mask | 
 
 
 def forward_call(problem: AttentionProblem, tiles: Tiles | None = None, policy: Policy | None = None) -> ForwardCall:
-    """The problem as the kernel of these sizes takes it; `tiles` None: those of `tiles_of`."""
+    """The problem as the kernel takes it; `tiles` None: those of `tiles_of`; `policy` as for `hopper_forward`."""
     tiles = tiles or tiles_of(problem)
-    return ForwardCall(problem, tiles.rows, tiles.key_tile, ARCHITECTURES["sm_90"], policy=policy)
+    return ForwardCall(problem, tiles.rows, tiles.key_tile, HOPPER, policy=policy, packed=is_packed(problem, tiles))
 
 
 def describe(problem: AttentionProblem) -> list[tuple[str, str]]:
@@ -94,7 +120,7 @@ def hopper_forward(
     if problem.is_empty:
         return empty_results(problem, operands)
     call = forward_call(problem, tiles, policy)
-    plan = plan_of(problem, tiles, call.mask_kind)
+    plan = plan_of(problem, tiles, policy)
     buffers, integers = call.arguments(operands)
     results = launch(plan, buffers, call.results(), integers, softmax_floats(problem), driver=driver)
-    return results["out"], results["lse"]
+    return call.unpack(results["out"]), call.unpack(results["lse"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, forward_plan
+from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, SHORT_TILES, forward_plan
 from jax_fa4.kernels.plan import (
     DTYPES,
     HEAD_DIMS,
@@ -139,6 +139,7 @@ def bundled_plans() -> Iterator[KernelPlan]:
                 if dtype in FORWARD_DTYPES:
                     yield postprocess_plan(architecture, dtype, head_dim, head_dim)
     for dtype in FORWARD_DTYPES:
-        for head_dim, tiles in FORWARD_TILES.items():
-            for mask in MASKS:
-                yield forward_plan(dtype, head_dim, mask, tiles=tiles)
+        for head_dim in FORWARD_TILES:
+            for tiles in (FORWARD_TILES[head_dim], SHORT_TILES[head_dim]):
+                for mask in MASKS:
+                    yield forward_plan(dtype, head_dim, mask, tiles=tiles)

@@ -58,6 +58,8 @@ class Tiles:
 # busy while others are in their softmax, and read keys and values from the L2 cache once for 192 rows. With 160
 # registers a thread, 80 keys are what fits beside an output of 128 columns without spilling, and 96 beside one of 96.
 FORWARD_TILES = {64: Tiles(3, 128, 2), 96: Tiles(3, 96, 3), 128: Tiles(3, 80, 3)}
+# For short sequences and few queries: two groups, which leave fewer rows empty, and whose 240 registers hold 128 keys.
+SHORT_TILES = {64: Tiles(2, 128, 3), 96: Tiles(2, 128, 2), 128: Tiles(2, 128, 2)}
 
 
 def padded_head_dim(head_dim: int, name: str = "head_dim") -> int:

@@ -113,6 +113,26 @@ def test_segments_in_any_order(concrete: bool) -> None:
     check(tensors, segment_ids=given, local_window_size=(100, 40), causal_alignment="bottom_right")
 
 
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (1, {}),
+        (1, {"is_causal": True, "causal_alignment": "bottom_right"}),
+        (5, {"is_causal": True, "causal_alignment": "bottom_right"}),
+        (5, {"local_window_size": (30, 2), "causal_alignment": "bottom_right"}),
+        (3, {"key_value_seq_lengths": np.arange(17) * 6, "query_seq_lengths": np.arange(17) % 4}),
+        (3, {"key_value_seq_lengths": jnp.arange(17) * 6}),
+        (4, {"segment_ids": (np.arange(68).reshape(17, 4) % 3, np.arange(17 * 100).reshape(17, 100) % 4 - 1)}),
+    ],
+    ids=["one", "one at the end", "causal", "window", "lengths", "traced lengths", "ids"],
+)
+def test_few_queries_of_a_group_share_a_tile(length: int, options: dict[str, Any]) -> None:
+    """A step of decoding: 16 query heads over 2, in fewer waves of items than one for each query head."""
+    emulator.statistics()
+    check(draw(12, (17, length, 16, 64), 100, 2, "bfloat16"), **options)
+    assert [one["grid"] for one in emulator.statistics()] == [[34, 1, 1]]
+
+
 @needs_compiler
 def test_soft_cap_and_sinks() -> None:
     tensors = draw(8, (2, 100, 4, 64), 150, 2, "bfloat16", 4.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -90,6 +91,35 @@ def test_integers_of_a_call() -> None:
     assert values["key_batch_bytes"] == 777 * 2 * 40 * 2
     assert (values["section_heads"], values["sections"]) == (18, 1)
     assert list(call_integers(plan, integers)[-3:]) == [18, 6, 1]
+
+
+@pytest.mark.parametrize(
+    ("length", "groups"), [(1, 2), (128, 2), (129, 3), (192, 3), (200, 2), (256, 2), (257, 3), (512, 3), (8192, 3)]
+)
+def test_tiles_leave_few_rows_empty(length: int, groups: int) -> None:
+    assert wrapper.tiles_of(read((2, length, 4, 128), 300, 4).problem).groups == groups
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "is_packed"),
+    [
+        ((32, 1, 32, 128), 8, True),  # 256 items instead of 1024
+        ((1, 1, 32, 128), 8, False),  # one wave in either case
+        ((32, 1, 32, 128), 32, False),  # no groups
+        ((32, 100, 32, 128), 8, False),  # tiles are full already
+    ],
+)
+def test_packing_of_groups(shape: Any, kv_heads: int, is_packed: bool) -> None:
+    problem = read(shape, 1000, kv_heads).problem
+    assert wrapper.forward_call(problem).packed == is_packed
+    with_sinks = read(shape, 1000, kv_heads, sinks=jnp.zeros(shape[2])).problem
+    assert not wrapper.forward_call(with_sinks).packed
+
+
+def test_many_short_sequences_fit_a_grid() -> None:
+    """65537 is prime: even sections would be as many, more than the grid's z takes."""
+    problem = dataclasses.replace(read((1, 1, 1, 64), 300_000, 1).problem, batch=65537)
+    assert wrapper.forward_call(problem).section_heads() == 65537
 
 
 def test_sections_are_even_and_fit_in_l2() -> None:
