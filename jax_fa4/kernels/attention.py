@@ -15,7 +15,7 @@ import jax
 from jax_fa4 import emulator
 from jax_fa4.blockwise import blockwise
 from jax_fa4.dispatch import Target, current_target
-from jax_fa4.ffi import blackwell_forward, hopper_backward, hopper_forward, launch
+from jax_fa4.ffi import blackwell_backward, blackwell_forward, hopper_backward, hopper_forward, launch
 from jax_fa4.kernels.plan import Architecture, architectures_for
 from jax_fa4.problem import AttentionOperands, AttentionProblem, PlannedGrids
 
@@ -45,8 +45,10 @@ class Kernels:
 def _blackwell_kernels(architecture: str) -> Kernels:
     return Kernels(
         forward=functools.partial(blackwell_forward.blackwell_forward, architecture=architecture),
-        backward=None,
-        why_not=functools.partial(blackwell_forward.why_not, architecture=architecture),
+        backward=blackwell_backward.blackwell_backward,
+        why_not=lambda problem: (
+            blackwell_forward.why_not(problem, architecture=architecture) or blackwell_backward.why_not(problem)
+        ),
         describe=functools.partial(blackwell_forward.describe, architecture=architecture),
         grids=lambda problem: PlannedGrids(forward=blackwell_forward.forward_call(problem, architecture).grid),
     )

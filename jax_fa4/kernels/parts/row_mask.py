@@ -24,6 +24,21 @@ def _bits_from(limit: Int32) -> Uint32:
     return word
 
 
+def hidden_bits(lo: Int32 | None, hi: Int32, first_column: Int32) -> Uint32:
+    """A word whose bit b is set where column first_column + b lies outside [lo, hi)."""
+    hidden = _bits_from(hi - first_column)
+    return hidden if lo is None else hidden | ~_bits_from(lo - first_column)
+
+
+def bits_of_other_ids(row_id: Int32, ids: Any, first_column: Int32) -> Uint32:
+    """A word whose bit b is set where column first_column + b has another id; `ids` is a `tile_mask.SegmentIds`."""
+    word = Uint32(0)
+    for bit in range(WORD):
+        is_other = ids.of_key(first_column + bit) != row_id
+        word = word | cutlass.select_(is_other, Uint32(1 << bit), Uint32(0))
+    return word
+
+
 def hide(scores: list[Any], lo: Int32 | None, hi: Int32, first_column: Int32) -> None:
     """Set to -inf the scores of a row that lie outside [lo, hi).
 
@@ -34,9 +49,7 @@ def hide(scores: list[Any], lo: Int32 | None, hi: Int32, first_column: Int32) ->
         first_column: column of the first score.
     """
     for start in range(0, len(scores), WORD):
-        hidden = _bits_from(hi - (first_column + start))
-        if lo is not None:
-            hidden = hidden | ~_bits_from(lo - (first_column + start))
+        hidden = hidden_bits(lo, hi, first_column + start)
         for bit in range(WORD):
             is_hidden = ((hidden >> bit) & 1) != 0
             scores[start + bit] = cutlass.select_(is_hidden, -Float32.inf, scores[start + bit])

@@ -1,0 +1,233 @@
+"""The backward of attention on Blackwell GPUs as a JAX function.
+
+It takes what the forward left and the cotangents, and calls three kernels: the preprocess (row sums of out * grad_out,
+zeroed sums of the query gradients), the backward, and the postprocess (those sums, scaled and rounded). Masks without
+ids and lengths are arithmetic in the kernel; others become the intervals of queries that see each key, and a work
+table, made when the call is traced where ids and lengths are known then, else by XLA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa4.cost import ARCHITECTURES
+from jax_fa4.ffi.forward_call import MAX_SECTIONS, REMEDY, UNBOUNDED, mask_kind, softmax_floats, why_no_kernel
+from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
+from jax_fa4.ffi.postprocess import postprocess
+from jax_fa4.ffi.preprocess import Preprocessed, padded_length, preprocess
+from jax_fa4.kernels.blackwell.backward_plans import (
+    ARCHITECTURE,
+    BACKWARD_DTYPES,
+    TILE,
+    Mask,
+    backward_plan,
+    padded_head_dims,
+)
+from jax_fa4.kernels.plan import DTYPES, PlanError
+from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.schedule.order import backward_grid, backward_table
+
+GPU = ARCHITECTURES["sm_100"]
+
+
+def why_not(problem: AttentionProblem) -> str | None:
+    """None where the kernel takes the problem's backward; else one sentence with the remedy."""
+    reason = why_no_kernel(problem, "Blackwell backward", BACKWARD_DTYPES)
+    if reason is None and problem.deterministic:
+        reason = f"the Blackwell backward adds up query gradients in no fixed order. {REMEDY}"
+    if reason is not None:
+        return reason
+    try:
+        padded_head_dims(problem.head_dim, problem.value_dim)
+    except PlanError as error:
+        return f"{error} {REMEDY}"
+    return None
+
+
+def _mask_kind(problem: AttentionProblem) -> Mask:
+    kind = mask_kind(problem)
+    return kind if kind in ("intervals", "ids") else "band"
+
+
+def _floats(problem: AttentionProblem) -> dict[str, float]:
+    return {**softmax_floats(problem), "scale": float(problem.scale or 0.0)}
+
+
+def _section_heads(problem: AttentionProblem) -> int:
+    """KV heads whose items run together: as many as fit in L2 with their group's queries, in even sections."""
+    most = max(backward_grid(problem, TILE, TILE, GPU, whole_group=True).groups_in_l2, 1)
+    heads = problem.batch * problem.kv_heads
+    section = max(one for one in range(1, min(most, heads) + 1) if heads % one == 0)
+    return section if heads // section <= MAX_SECTIONS else heads
+
+
+def _integers(problem: AttentionProblem, accumulator_width: int) -> dict[str, int]:
+    element_bytes, float_bytes = DTYPES[problem.dtype], DTYPES["float32"]
+    head_bytes, value_head_bytes = problem.head_dim * element_bytes, problem.value_dim * element_bytes
+    left, right = (UNBOUNDED if edge is None else min(edge, UNBOUNDED) for edge in problem.mask.band)
+    section_heads, rows = _section_heads(problem), padded_length(problem.query_length)
+    integers = {
+        "batch": problem.batch,
+        "query_length": problem.query_length,
+        "key_length": problem.key_length,
+        "padded_length": rows,
+        "heads": problem.query_heads,
+        "kv_heads": problem.kv_heads,
+        # Key j is seen by queries j - offset - right .. j - offset + left.
+        "offset": -problem.mask.diagonal_offset,
+        "left": right,
+        "right": left,
+        "section_heads": section_heads,
+        "sections": problem.batch * problem.kv_heads // section_heads,
+        "interval_stride": 0,
+        "items": -(-problem.key_length // TILE) * problem.kv_heads * problem.batch,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "head_bytes": head_bytes,
+        "value_head_bytes": value_head_bytes,
+        "query_row_bytes": problem.query_heads * head_bytes,
+        "key_row_bytes": problem.kv_heads * head_bytes,
+        "value_row_bytes": problem.kv_heads * value_head_bytes,
+        "grad_out_row_bytes": problem.query_heads * value_head_bytes,
+        "sum_columns": accumulator_width,
+        "sum_row_bytes": accumulator_width * float_bytes,
+        "sum_head_bytes": rows * accumulator_width * float_bytes,
+        "sum_batch_bytes": problem.query_heads * rows * accumulator_width * float_bytes,
+    }
+    for name, length in (
+        ("query", problem.query_length),
+        ("key", problem.key_length),
+        ("value", problem.key_length),
+        ("grad_out", problem.query_length),
+    ):
+        integers[f"{name}_batch_bytes"] = length * integers[f"{name}_row_bytes"]
+    return integers
+
+
+def _only(rows: Any, tensor: jax.Array) -> jax.Array:
+    """The tensor (B, R, N, D) with rows (B or 1, R) that are False replaced by zeros."""
+    if isinstance(rows, np.ndarray) and rows.all():
+        return tensor
+    return jnp.where(jnp.asarray(rows)[:, :, None, None], tensor, 0)
+
+
+def _of_mask(problem: AttentionProblem, operands: AttentionOperands) -> dict[str, Any]:
+    """The kernel's operands for masks from memory."""
+    mask_operands = problem.mask_operands(operands)
+    table = backward_table(problem, operands, TILE, TILE, GPU, whole_group=True)
+    _, rows = problem.intervals(operands)
+    found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
+    if problem.has_segment_ids:
+        shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
+        ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)
+        found["query_ids"], found["key_ids"] = (jnp.broadcast_to(one, to) for one, to in zip(ids, shapes, strict=True))
+    return found
+
+
+def _seen(problem: AttentionProblem, operands: AttentionOperands, grad_out: jax.Array) -> dict[str, jax.Array]:
+    """The tensors, with rows that see nothing or that nobody sees, which may hold NaN, replaced by zeros."""
+    queries, keys = problem.intervals(operands)
+    seeing, seen = queries.lo < queries.hi, keys.lo < keys.hi
+    return {
+        "query": _only(seeing, operands.query),
+        "grad_out": _only(seeing, grad_out),
+        "key": _only(seen, operands.key),
+        "value": _only(seen, operands.value),
+    }
+
+
+def _sums_and_grads(
+    problem: AttentionProblem, buffers: dict[str, Any], prepared: Preprocessed, driver: str
+) -> dict[str, jax.Array]:
+    """The backward kernel: float32 sums of the query gradients, and the gradients of keys and values."""
+    mask = _mask_kind(problem)
+    plan = backward_plan(
+        problem.dtype,
+        padded_head_dims(problem.head_dim, problem.value_dim),
+        mask,
+        soft_cap=problem.logits_soft_cap is not None,
+    )
+    integers = _integers(problem, prepared.accumulator.shape[-1])
+    if mask != "band":
+        integers["interval_stride"] = problem.key_length if buffers["lo"].shape[0] > 1 else 0
+    buffers = buffers | {
+        "zeroed_sums": prepared.accumulator,
+        "lse_log2": prepared.lse_log2,
+        "delta": prepared.delta,
+    }
+    keys = (problem.batch, problem.key_length, problem.kv_heads)
+    return launch(
+        plan,
+        buffers,
+        {
+            "grad_query_sums": jax.ShapeDtypeStruct(prepared.accumulator.shape, jnp.float32),
+            "grad_key": jax.ShapeDtypeStruct((*keys, problem.head_dim), problem.dtype),
+            "grad_value": jax.ShapeDtypeStruct((*keys, problem.value_dim), problem.dtype),
+        },
+        integers,
+        _floats(problem),
+        aliases={"zeroed_sums": "grad_query_sums"},
+        driver=driver,
+    )
+
+
+def blackwell_backward(
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    out: jax.Array,
+    lse: jax.Array,
+    grad_out: jax.Array,
+    grad_lse: jax.Array,
+    *,
+    driver: str = CUDA_DRIVER,
+) -> AttentionOperands:
+    """Cotangents of attention by the kernel of `jax_fa4.kernels.blackwell.backward`.
+
+    Args:
+      problem: the call; `why_not` says which are taken.
+      operands: query (B, T, N, D), key (B, S, K, D) and value (B, S, K, Dv), bfloat16 or float16; ids and lengths as
+        the problem says. Sinks are used through `lse` only.
+      out: (B, T, N, Dv) in the problem's dtype, of the forward.
+      lse: (B, T, N) float32, of the forward.
+      grad_out: cotangent of `out`.
+      grad_lse: cotangent of `lse`, float32.
+      driver: the driver library that launches the kernels.
+
+    Returns:
+      Cotangents of query, key and value in the problem's dtype; None for all others.
+
+    Raises:
+      LaunchError: the problem is none that the kernel takes, or too large for a grid.
+      KernelUnavailableError: no binary is at hand.
+    """
+    if (reason := why_not(problem)) is not None:
+        raise LaunchError(reason)
+    if problem.is_empty:
+        return AttentionOperands(*(jnp.zeros_like(one) for one in operands[:3]))
+    buffers: dict[str, Any] = _seen(problem, operands, grad_out.astype(problem.dtype))
+    width = padded_head_dims(problem.head_dim, problem.value_dim)[0]
+    common: dict[str, Any] = {"architecture": ARCHITECTURE, "driver": driver}
+    prepared = preprocess(
+        out,
+        buffers["grad_out"],
+        lse.astype(jnp.float32),
+        grad_lse.astype(jnp.float32),
+        accumulator_width=width,
+        **common,
+    )
+    if _mask_kind(problem) != "band":
+        buffers |= _of_mask(problem, operands)
+    results = _sums_and_grads(problem, buffers, prepared, driver)
+    grad_query = postprocess(
+        results["grad_query_sums"],
+        query_length=problem.query_length,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        scale=float(problem.scale or 0.0),
+        **common,
+    )
+    return AttentionOperands(query=grad_query, key=results["grad_key"], value=results["grad_value"])

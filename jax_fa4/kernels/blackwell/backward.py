@@ -1,0 +1,336 @@
+"""Device code of the attention backward on compute capability 10.x (B200, B300), in CuTe-DSL. Imported only to build.
+
+A work item is a tile of 128 keys of one KV head; it walks the tiles of 128 queries that see them, of each query head of
+the group, so that its key and value gradients are summed where they are and leave the CTA once.
+
+    warps  0..3      reduce      adds the query gradients of every tile to their float32 sums in global memory
+    warps  4..7      compute     queries  0 ..  63 of every tile: thread t has key t; writes the values' gradients
+    warps  8..11     compute     queries 64 .. 127 of every tile; writes the keys' gradients
+    warp   12        mma         issues every matrix product
+    warp   13        load        copies keys and values once, queries and output gradients tile by tile
+    warps 14, 15     idle
+
+    shared memory    key, value      (128, dim)           at the end the staging of their gradients
+                     query           ring of (128, head_dim)
+                     grad_out        ring of (128, value_dim)
+                     grad_scores     2 x (128 keys, 64 queries)
+                     statistics      ring of log-sum and delta of 128 queries
+                     staged          2 x (32, 32) float32 of each reducing warp
+
+    tensor memory    scores, grad_probs    128 columns each; in place become probs and grad_scores, two to a column
+                     grad_value, grad_key  sums of the whole item
+                     grad_query            of one tile; where it lies differs by head_dim (backward_plans.py)
+
+Everything is transposed, so that keys are rows (S = K Q^T, P = exp(S - L), dP = V dO^T, dS = P (dP - delta)):
+
+    mma        S' ..... dK = dS Q, dQ = dS^T K ....... dP' ...... dV = P' dO'        ' the next tile; product_order.py
+    compute        S' -> P' ......................... dP' -> dS' (tensor memory for dK, shared memory for dQ)
+    reduce                      dQ -> registers -> shared memory -> += global memory
+
+This is the backward of FlashAttention-4 (arXiv 2603.05451, section 3.2); that each warpgroup has columns of its own, so
+that no barrier joins them, and the placing of dQ, are this kernel's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_ptr
+
+from jax_fa4.kernels.blackwell.backward_plans import (
+    COMPUTE_GROUPS,
+    STAGED_COLUMNS,
+    TILE,
+    WARP_ROWS,
+    WARPS_PER_GROUP,
+    box_columns,
+)
+from jax_fa4.kernels.blackwell.parts import products, tensor_memory
+from jax_fa4.kernels.blackwell.parts.backward_shape import ELEMENT_BYTES, HALF, Context, Shape
+from jax_fa4.kernels.blackwell.parts.gradients import Compute, Reduce, fill_no_row
+from jax_fa4.kernels.blackwell.product_order import Issue, after_loop, before_loop
+from jax_fa4.kernels.parts import boxes, by_address
+from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
+from jax_fa4.kernels.parts.tile_mask import SegmentIds
+from jax_fa4.kernels.plan import KernelPlan
+
+GROUP_THREADS = 32 * WARPS_PER_GROUP
+COMPUTE_WARP = WARPS_PER_GROUP
+MMA_WARP = COMPUTE_WARP + COMPUTE_GROUPS * WARPS_PER_GROUP
+LOAD_WARP = MMA_WARP + 1
+STATISTIC_BYTES = TILE * 4
+
+
+class Load:
+    """One warp: keys and values, then queries, their statistics and output gradients of every tile."""
+
+    def __init__(self, context: Context, maps: dict[str, cute.CopyAtom], statistics: tuple[Any, Any], padded: Int32):
+        self.context, self.shape = context, context.shape
+        self.maps = {name: boxes.address_of(one) for name, one in maps.items()}
+        self.statistics, self.padded = statistics, padded
+
+    @cute.jit
+    def run(self) -> None:
+        """Issue every copy of the item."""
+        context = self.context
+        if context.total > 0:
+            place = context.key_row, context.item.head, context.item.batch
+            self.load_tile("key", context.signal("keys_landed").address(0), context.buffer("key"), place)
+            self.load_tile("value", context.signal("values_landed").address(0), context.buffer("value"), place)
+            for head in cutlass.range(0, context.group, 1, unroll=1):
+                for step in cutlass.range(0, context.item.count, 1, unroll=1):
+                    self.step(head * context.item.count + step, context.item.head * context.group + head, step)
+
+    def step(self, use: Any, head: Any, step: Any) -> None:
+        """One tile of queries."""
+        context = self.context
+        place = context.query_row(step), head, context.item.batch
+        self.load_stage("query", use, place)
+        self.load_statistics(use, head, place[0])
+        self.load_stage("grad_out", use, place)
+
+    def acquire(self, name: str, use: Int32) -> tuple[Int32, Int32]:
+        """The stage of a ring for its use-th use, when it is free, and the barrier to signal."""
+        context, stage = self.context, self.context.stage(name, use)
+        context.wait(f"{name}_free", use - self.shape.stages(name))
+        return stage, context.signal(f"{name}_landed").address(stage)
+
+    def load_stage(self, name: str, use: Int32, place: tuple[Any, ...]) -> None:
+        """A tile of queries or output gradients into its ring."""
+        stage, barrier = self.acquire(name, use)
+        self.load_tile(name, barrier, self.context.buffer(name, stage), place)
+
+    def load_tile(self, name: str, barrier: Int32, to: Int32, place: tuple[Any, ...]) -> None:
+        """128 rows from `place` (row, head, batch), box by box."""
+        dim = self.shape.head_dim if name in ("query", "key") else self.shape.value_dim
+        width = box_columns(dim)
+        boxes.expect(barrier, TILE * dim * ELEMENT_BYTES)
+        for box in range(dim // width):
+            boxes.load(self.maps[name], to + box * TILE * width * ELEMENT_BYTES, (box * width, *place), barrier)
+
+    def load_statistics(self, use: Int32, head: Int32, row: Int32) -> None:
+        """Log-sums and deltas of a tile's queries."""
+        context = self.context
+        stage, barrier = self.acquire("statistics", use)
+        boxes.expect(barrier, 2 * STATISTIC_BYTES)
+        heads = context.group * context.kv_heads
+        first = (Int64(context.item.batch) * heads + head) * self.padded + row
+        for place, statistic in enumerate(self.statistics):
+            to = context.buffer("statistics", stage) + place * STATISTIC_BYTES
+            by_address.load_flat(statistic + first, to, STATISTIC_BYTES, barrier)
+
+
+class Mma:
+    """One warp: issues every product, in the order of the plan's table."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.shape = context, context.shape
+        self.base = cute.make_tensor(context.pointer("tensor_memory_base", Int32), cute.make_layout(1))[0]
+
+    @cute.jit
+    def run(self) -> None:
+        """Every tile of the item."""
+        context, order = self.context, self.shape.order
+        if context.total > 0:
+            context.wait("keys_landed", Int32(0))
+            context.wait("values_landed", Int32(0))
+            for issue in before_loop(order):
+                self.issue(issue, Int32(0), is_first=True)
+            for tile in cutlass.range(0, context.total - 1, 1, unroll=1):
+                for issue in order:
+                    self.issue(issue, tile + 1 if issue.is_next else tile, is_first=False)
+            for issue in after_loop(order):
+                self.issue(issue, context.total - 1, is_first=False)
+            products.commit(context.signal("grads_ready").address(0))
+
+    def issue(self, issue: Issue, tile: Any, is_first: bool) -> None:
+        """One row of the table for one tile."""
+        context = self.context
+        for wait in issue.waits:
+            context.wait(wait.event, tile - wait.behind)
+        tensor_memory.fence_after_wait()
+        getattr(self, f"multiply_{issue.product}")(tile, is_first)
+        for event in issue.commits:
+            signal = context.signal(event)
+            products.commit(signal.address(Int32(tile) & (signal.stages - 1)))
+
+    def whole(self, name: str, a: Int32, b: Int32, depth: int, accumulate: Any) -> None:
+        """A product whose A is in shared memory."""
+        product = self.shape.product(name)
+        assert product.a is not None
+        steps = range(depth // products.DEPTH)
+        out = self.shape.columns(name)
+        product.issue(self.base, out, product.a.lower(a), product.b.lower(b), steps, accumulate)
+
+    def halves(self, name: str, halves: str, b: Int32, accumulate: Any) -> None:
+        """A product whose A is in tensor memory, where each half of the queries lies by itself."""
+        product, shape = self.shape.product(name), self.shape
+        steps = HALF // products.DEPTH
+        is_apart = halves != "probs" or not shape.has_own_probs
+        for half in range(COMPUTE_GROUPS):
+            first = shape.columns(halves) + (half * HALF if is_apart else 0)
+            some = range(half * steps, (half + 1) * steps)
+            out, adds = shape.columns(name), True if half else accumulate
+            product.issue(self.base, out, first, product.b.lower(b), some, adds)
+
+    def ring(self, name: str, tile: Int32) -> Int32:
+        """Address of a tile in its ring."""
+        return self.context.buffer(name, self.context.stage(name, tile))
+
+    def multiply_scores(self, tile: Int32, is_first: bool) -> None:
+        """S = K Q^T."""
+        self.whole("scores", self.context.buffer("key"), self.ring("query", tile), self.shape.head_dim, False)
+
+    def multiply_grad_probs(self, tile: Int32, is_first: bool) -> None:
+        """dP = V dO^T."""
+        self.whole("grad_probs", self.context.buffer("value"), self.ring("grad_out", tile), self.shape.value_dim, False)
+
+    def multiply_grad_value(self, tile: Int32, is_first: bool) -> None:
+        """dV += P dO."""
+        self.halves("grad_value", "probs", self.ring("grad_out", tile), not is_first)
+
+    def multiply_grad_key(self, tile: Int32, is_first: bool) -> None:
+        """dK += dS Q."""
+        self.halves("grad_key", "grad_probs", self.ring("query", tile), tile)
+
+    def multiply_grad_query(self, tile: Int32, is_first: bool) -> None:
+        """dQ = dS^T K."""
+        self.whole("grad_query", self.context.buffer("grad_scores"), self.context.buffer("key"), TILE, False)
+
+
+class BlackwellBackward:
+    """The kernel of one plan."""
+
+    def __init__(self, plan: KernelPlan) -> None:
+        self.shape = Shape.of(plan)
+
+    @cute.kernel
+    def kernel(
+        self,
+        query_map: cute.CopyAtom,
+        key_map: cute.CopyAtom,
+        value_map: cute.CopyAtom,
+        grad_out_map: cute.CopyAtom,
+        sums_map: cute.CopyAtom,
+        grad_key_map: cute.CopyAtom,
+        grad_value_map: cute.CopyAtom,
+        lse_log2: cute.Pointer,
+        delta: cute.Pointer,
+        items: Any,
+        lo: Any,
+        hi: Any,
+        query_ids: Any,
+        key_ids: Any,
+        queries: Int32,
+        keys: Int32,
+        padded: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        offset: Int32,
+        left: Int32,
+        right: Int32,
+        section_heads: Int32,
+        interval_stride: Int32,
+        scale: Float32,
+        scale_log2: Float32,
+        cap_log2: Float32,
+    ) -> None:
+        """Find the item, set up barriers and tensor memory, take the role."""
+        shape = self.shape
+        thread, _, _ = cute.arch.thread_idx()
+        block, key_tile, section = cute.arch.block_idx()
+        this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        visible: Any
+        if cutlass.const_expr(shape.intervals):
+            item = WorkItem.read(items, block)
+            first_row = Int64(item.batch) * interval_stride
+            visible = RowIntervals(keys, lo + first_row, hi + first_row)
+        else:
+            # The transposed mask: rows are keys. Blocks start in the order of x, then y, then z: sections of heads one
+            # after the other, each from the first keys on, which causal masks let most queries see.
+            visible = Band(keys, queries, offset, left, right)
+            head_of_all = section * section_heads + block
+            item = visible.work_item(head_of_all // kv_heads, head_of_all % kv_heads, key_tile, TILE, TILE)
+        ids = None
+        if cutlass.const_expr(shape.has_ids):
+            first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
+            ids = SegmentIds(key_ids + first_key, query_ids + first_query, keys, queries)
+        memory = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        context = Context(shape, item, visible, ids, heads // kv_heads, kv_heads, memory)
+        base_slot = context.pointer("tensor_memory_base", Int32)
+        if this_warp < COMPUTE_WARP:
+            fill_no_row(context, thread)
+        if this_warp == LOAD_WARP:
+            for tensor_map in (query_map, key_map, value_map, grad_out_map):
+                cpasync.prefetch_descriptor(tensor_map)
+            with cute.arch.elect_one():
+                context.init_signals()
+        if this_warp == MMA_WARP:
+            tensor_memory.allocate(base_slot)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if this_warp < COMPUTE_WARP:
+            cute.arch.setmaxregister_decrease(shape.registers("reduce"))
+            Reduce(context, thread, sums_map).run()
+        elif this_warp < MMA_WARP:
+            cute.arch.setmaxregister_increase(shape.registers("compute"))
+            group = this_warp // WARPS_PER_GROUP - 1
+            compute = Compute(context, group, thread % GROUP_THREADS, (scale, scale_log2, cap_log2))
+            compute.run()
+            compute.store(grad_key_map, grad_value_map)
+        else:
+            cute.arch.setmaxregister_decrease(shape.registers("mma"))
+            if this_warp == MMA_WARP:
+                Mma(context).run()
+            elif this_warp == LOAD_WARP:
+                maps = {"query": query_map, "key": key_map, "value": value_map, "grad_out": grad_out_map}
+                Load(context, maps, (lse_log2, delta), padded).run()
+        cute.arch.sync_threads()
+        if this_warp == MMA_WARP:
+            tensor_memory.deallocate()
+
+    def tensor_map(self, operation: Any, pointer: cute.Pointer, dim: int, rows: int, width: int) -> cute.CopyAtom:
+        """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""
+        layout = cute.make_layout((8192, dim, 16, 8), stride=(16384, 1, 1024, 8192 * 16384))
+        tile = cute.make_layout((rows, width), stride=(width, 1))
+        return cpasync.make_tiled_tma_atom(operation, cute.make_tensor(pointer, layout), tile, (rows, width)).atom
+
+    @cute.jit
+    def host(
+        self,
+        tensors: tuple[cute.Pointer, cute.Pointer],
+        pointers: tuple[Any, ...],
+        integers: tuple[Int32, ...],
+        floats: tuple[Float32, ...],
+    ) -> None:
+        """Exists for the compiler only: the package's own runtime launches the kernel."""
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tensor, sums = tensors
+        dims = (self.shape.head_dim, self.shape.head_dim, self.shape.value_dim, self.shape.value_dim)
+        maps = (
+            *(self.tensor_map(load, tensor, dim, TILE, box_columns(dim)) for dim in dims),
+            self.tensor_map(store, sums, self.shape.head_dim, WARP_ROWS, STAGED_COLUMNS),
+            *(self.tensor_map(store, tensor, dim, WARP_ROWS, box_columns(dim)) for dim in dims[1:3]),
+        )
+        self.kernel(*maps, *pointers, *integers, *floats).launch(
+            grid=(1, 1, 1), block=(self.shape.plan.threads, 1, 1), min_blocks_per_mp=1
+        )
+
+
+def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The function to compile, and arguments of the right types."""
+    backward = BlackwellBackward(plan)
+
+    def pointer(kind: Any, alignment: int) -> Any:
+        return make_ptr(kind, alignment, cute.AddressSpace.gmem, assumed_align=alignment)
+
+    tensors = pointer(backward.shape.dtype, 16), pointer(Float32, 16)
+    table = (pointer(Int32, 4),) * 3 if backward.shape.intervals else (None,) * 3
+    ids = (pointer(Int32, 4),) * 2 if backward.shape.has_ids else (None,) * 2
+    pointers = (pointer(Float32, 4), pointer(Float32, 4), *table, *ids)
+    return backward.host, (tensors, pointers, (Int32(1),) * 10, (Float32(1.0),) * 3)

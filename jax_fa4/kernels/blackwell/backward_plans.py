@@ -1,0 +1,276 @@
+"""Plans of the Blackwell backward: which sizes it takes, and why those."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jax_fa4.kernels.plan import (
+    DTYPES,
+    Event,
+    Extent,
+    KernelPlan,
+    Parameter,
+    PlanError,
+    Role,
+    SharedBuffer,
+    TensorBuffer,
+    TensorMap,
+)
+
+ARCHITECTURE = "sm_100f"
+BACKWARD_DTYPES = ("bfloat16", "float16")
+TILE = 128  # keys of an item and queries of a tile: lanes of tensor memory
+WARPS_PER_GROUP = 4
+COMPUTE_GROUPS = 2  # each has one half of a tile's queries
+STATISTICS_STAGES = 2
+STAGED_COLUMNS = 32  # float32 of a row of 128 bytes, in which query gradients are added to global memory
+STAGED_SLOTS = 2  # of each reducing warp
+WARP_ROWS = 32
+Mask = Literal["band", "intervals", "ids"]
+MASKS: tuple[Mask, ...] = ("band", "intervals", "ids")
+# Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need. Offset, left
+# and right are those of the transposed mask: which queries a key is seen by.
+SCALARS = (
+    *("query_length", "key_length", "padded_length", "heads", "kv_heads", "offset", "left", "right"),
+    *("section_heads", "interval_stride"),
+)
+SIZES = (
+    *("batch", "sections", "items", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
+    *("query_row_bytes", "key_row_bytes", "value_row_bytes", "grad_out_row_bytes"),
+    *("query_batch_bytes", "key_batch_bytes", "value_batch_bytes", "grad_out_batch_bytes"),
+    *("sum_columns", "sum_row_bytes", "sum_head_bytes", "sum_batch_bytes"),
+)
+FLOATS = ("scale", "scale_log2", "cap_log2")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a backward kernel.
+
+    Attributes:
+        order: a key of `product_order.ORDERS`.
+        query_stages: stages of the ring of queries; a power of two.
+        grad_out_stages: of the ring of output gradients; a power of two.
+        columns: first column of tensor memory of each product, and of the probs.
+        registers: of a thread of the reduction, of the computation and of the other warps: 512 for each column of one
+            thread per warpgroup, computation twice.
+    """
+
+    order: str
+    query_stages: int
+    grad_out_stages: int
+    columns: tuple[tuple[str, int], ...]
+    registers: tuple[int, int, int]
+
+
+def _columns(scores: int, probs: int, grad_probs: int, value: int, key: int, query: int) -> tuple[tuple[str, int], ...]:
+    names = ("scores", "probs", "grad_probs", "grad_value", "grad_key", "grad_query")
+    return tuple(zip(names, (scores, probs, grad_probs, value, key, query), strict=True))
+
+
+# A reducing thread holds 96 sums, a computing one 64 probs and 32 or 64 scores, the issuing one descriptors: the only
+# split of 512 under which none of them spills (the compiled kernels' stack is 0).
+REGISTERS = (112, 152, 96)
+# (head_dim, value_dim), padded. All 512 columns are used where head_dim is 128: query gradients then lie over the
+# gradients of the probs. At 64 they have columns of their own. At 192 scores and gradients of the probs share theirs.
+BACKWARD_TILES: dict[tuple[int, int], Tiles] = {
+    (64, 64): Tiles("apart", 2, 2, _columns(0, 0, 128, 256, 320, 384), REGISTERS),
+    (96, 96): Tiles("over_grad_probs", 2, 1, _columns(0, 0, 128, 256, 352, 128), REGISTERS),
+    (128, 128): Tiles("over_grad_probs", 2, 1, _columns(0, 0, 128, 256, 384, 128), REGISTERS),
+    (192, 128): Tiles("serial", 1, 1, _columns(320, 448, 320, 0, 128, 320), REGISTERS),
+}
+
+
+def padded_head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """The head dimensions a kernel computes with. Raises PlanError where there are none."""
+    are_whole = all(dim > 0 and dim % 8 == 0 for dim in (head_dim, value_dim))
+    for padded in BACKWARD_TILES:
+        if are_whole and head_dim <= padded[0] and value_dim <= padded[1]:
+            return padded
+    known = ", ".join(str(one) for one in BACKWARD_TILES)
+    raise PlanError(
+        f"backward: head_dim and value_dim are {head_dim} and {value_dim}; the Blackwell kernel takes multiples of 8 "
+        f"up to one of {known}."
+    )
+
+
+def box_columns(dim: int) -> int:
+    """Columns of a box: as wide as the widest swizzle that divides the dimension."""
+    return 64 if dim % 64 == 0 else 32
+
+
+def _tensor_maps(dtype: str, head_dim: int, value_dim: int) -> tuple[TensorMap, ...]:
+    """(column, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by the rows of one copy."""
+    of_query = ("query", "query", "heads", head_dim, "head_dim", "head_bytes")
+    of_key = ("key", "key", "kv_heads", head_dim, "head_dim", "head_bytes")
+    of_value = ("value", "key", "kv_heads", value_dim, "value_dim", "value_head_bytes")
+    of_grad_out = ("grad_out", "query", "heads", value_dim, "value_dim", "value_head_bytes")
+    maps = tuple(
+        TensorMap(
+            name=name,
+            buffer=name,
+            element=dtype,
+            extents=(dim_name, f"{side}_length", heads, "batch"),
+            strides_bytes=(f"{layout}_row_bytes", head_bytes, f"{layout}_batch_bytes"),
+            box=(box_columns(dim), rows, 1, 1),
+            swizzle_bytes=box_columns(dim) * DTYPES[dtype],
+        )
+        for name, rows, (layout, side, heads, dim, dim_name, head_bytes) in (
+            ("query", TILE, of_query),
+            ("key", TILE, of_key),
+            ("value", TILE, of_value),
+            ("grad_out", TILE, of_grad_out),
+            ("grad_key", WARP_ROWS, of_key),
+            ("grad_value", WARP_ROWS, of_value),
+        )
+    )
+    sums = TensorMap(
+        name="grad_query_sums",
+        buffer="grad_query_sums",
+        element="float32",
+        extents=("sum_columns", "padded_length", "heads", "batch"),
+        strides_bytes=("sum_row_bytes", "sum_head_bytes", "sum_batch_bytes"),
+        box=(STAGED_COLUMNS, WARP_ROWS, 1, 1),
+        swizzle_bytes=STAGED_COLUMNS * DTYPES["float32"],
+    )
+    return (*maps, sums)
+
+
+def _tensor_memory(head_dim: int, value_dim: int, tiles: Tiles) -> tuple[TensorBuffer, ...]:
+    begin = dict(tiles.columns)
+    widths = {
+        "scores": TILE,
+        "probs": TILE if begin["probs"] == begin["scores"] else TILE // 2,
+        "grad_probs": TILE,
+        "grad_value": value_dim,
+        "grad_key": head_dim,
+        "grad_query": head_dim,
+    }
+    over = {
+        "probs": ("scores",),
+        "grad_probs": ("scores",) if begin["grad_probs"] == begin["scores"] else (),
+        "grad_query": {"apart": (), "over_grad_probs": ("grad_probs",), "over_scores": ("scores", "probs")}.get(
+            tiles.order, ("scores", "probs", "grad_probs")
+        ),
+    }
+    return tuple(TensorBuffer(name, begin[name], width, over.get(name, ())) for name, width in widths.items())
+
+
+def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) -> tuple[Event, ...]:
+    """Copies and products arrive once; of the others one lane of each warp does."""
+    compute_warps = COMPUTE_GROUPS * WARPS_PER_GROUP
+    load, mma = (("load", 1),), (("mma", 1),)
+    compute, reduce = (("compute", compute_warps),), (("reduce", WARPS_PER_GROUP),)
+    statistics_bytes = 2 * TILE * DTYPES["float32"]
+    return (
+        Event("keys_landed", load, ("mma",), 1, 1, key_bytes),
+        Event("values_landed", load, ("mma",), 1, 1, value_bytes),
+        Event("query_landed", load, ("mma",), 1, tiles.query_stages, query_bytes),
+        Event("query_free", mma, ("load",), 1, tiles.query_stages),
+        Event("grad_out_landed", load, ("mma",), 1, tiles.grad_out_stages, value_bytes),
+        Event("grad_out_free", mma, ("load",), 1, tiles.grad_out_stages),
+        Event("statistics_landed", load, ("compute",), 1, STATISTICS_STAGES, statistics_bytes),
+        Event("statistics_free", compute, ("load",), compute_warps, STATISTICS_STAGES),
+        Event("scores_ready", mma, ("compute",), 1),
+        Event("probs_ready", compute, ("mma",), compute_warps),
+        Event("grad_probs_ready", mma, ("compute",), 1),
+        Event("grad_scores_ready", compute, ("mma",), compute_warps),
+        Event("grad_query_ready", mma, ("reduce", "compute"), 1),
+        Event("grad_query_drained", reduce, ("mma",), WARPS_PER_GROUP),
+        Event("grads_ready", mma, ("compute",), 1),
+    )
+
+
+def _roles(tiles: Tiles) -> tuple[Role, ...]:
+    reduce, compute, other = tiles.registers
+    return (
+        Role("reduce", WARPS_PER_GROUP, reduce),
+        Role("compute", COMPUTE_GROUPS * WARPS_PER_GROUP, compute),
+        Role("mma", 1, other),
+        Role("load", 1, other),
+        Role("idle", 2, other),
+    )
+
+
+def _shared(tiles: Tiles, query_bytes: int, value_bytes: int) -> tuple[SharedBuffer, ...]:
+    """Tiles of 128 rows, key gradients over the keys; what a row's softmax needs; staging of the reduction."""
+    row_bytes = STAGED_COLUMNS * DTYPES["float32"]
+    return (
+        SharedBuffer("key", query_bytes, alignment=1024),
+        SharedBuffer("staged_grad_key", query_bytes, alignment=1024, over="key"),
+        SharedBuffer("value", value_bytes, alignment=1024),
+        SharedBuffer("staged_grad_value", value_bytes, alignment=1024, over="value"),
+        SharedBuffer("query", query_bytes, tiles.query_stages, alignment=1024),
+        SharedBuffer("grad_out", value_bytes, tiles.grad_out_stages, alignment=1024),
+        SharedBuffer("grad_scores", TILE * TILE // COMPUTE_GROUPS * 2, COMPUTE_GROUPS, alignment=1024),
+        SharedBuffer("staged_grad_query", WARP_ROWS * row_bytes, WARPS_PER_GROUP * STAGED_SLOTS, alignment=1024),
+        SharedBuffer("statistics", 2 * TILE * DTYPES["float32"], STATISTICS_STAGES),
+        SharedBuffer("no_row", TILE * DTYPES["float32"]),
+        SharedBuffer("tensor_memory_base", 16),
+    )
+
+
+def _parameters(operands: tuple[str, ...]) -> tuple[Parameter, ...]:
+    maps = ("query", "key", "value", "grad_out", "grad_query_sums", "grad_key", "grad_value")
+    return (
+        *(Parameter("tensor_map", name) for name in maps),
+        *(Parameter("operand", name) for name in operands),
+        *(Parameter("int32", name) for name in SCALARS),
+        *(Parameter("float32", name) for name in FLOATS),
+    )
+
+
+def backward_plan(
+    dtype: str, head_dims: tuple[int, int], mask: Mask, *, tiles: Tiles | None = None, soft_cap: bool = False
+) -> KernelPlan:
+    """The backward for one pair of padded head dimensions.
+
+    Args:
+        dtype: one of `BACKWARD_DTYPES`, of all tensors but the statistics and sums, which are float32.
+        head_dims: of queries and keys, and of values; a key of `BACKWARD_TILES`. Smaller ones are filled with zeros by
+            the tensor maps.
+        mask: "band" (none, causal, windows: both edges by arithmetic), "intervals" (both from memory, and a table of
+            work items), or "ids" (intervals, and ids that masked tiles compare where the table says so).
+        tiles: the sizes; None: those of `BACKWARD_TILES`.
+        soft_cap: scores are capped.
+
+    Raises PlanError on what no device could run.
+    """
+    if dtype not in BACKWARD_DTYPES or head_dims not in BACKWARD_TILES:
+        raise PlanError(
+            f"backward: dtype {dtype!r} with head dimensions {head_dims}; the Blackwell kernel takes "
+            f"{', '.join(BACKWARD_DTYPES)} with {', '.join(map(str, BACKWARD_TILES))}."
+        )
+    tiles = tiles or BACKWARD_TILES[head_dims]
+    of_mask = ("item_table", "lo", "hi") if mask in ("intervals", "ids") else ()
+    of_ids = ("query_ids", "key_ids") if mask == "ids" else ()
+    grid = (Extent((("section_heads", 1),)), Extent((("key_length", TILE),)), Extent((("sections", 1),)))
+    if of_mask:
+        grid = (Extent((("items", 1),)), Extent(), Extent())
+    query_bytes, value_bytes = (TILE * dim * DTYPES[dtype] for dim in head_dims)
+    return KernelPlan(
+        kernel="backward",
+        architecture=ARCHITECTURE,
+        source="jax_fa4.kernels.blackwell.backward",
+        options=(
+            ("dtype", dtype),
+            ("head_dim", head_dims[0]),
+            ("value_dim", head_dims[1]),
+            ("mask", mask),
+            ("soft_cap", soft_cap),
+            ("order", tiles.order),
+        ),
+        # The sums of the query gradients, zeroed, arrive in the buffer of the result of that name.
+        operands=("query", "key", "value", "grad_out", "zeroed_sums", "lse_log2", "delta", *of_mask, *of_ids),
+        results=("grad_query_sums", "grad_key", "grad_value"),
+        integers=(*SCALARS, *SIZES),
+        floats=FLOATS,
+        parameters=_parameters(("lse_log2", "delta", *of_mask, *of_ids)),
+        grid=grid,
+        roles=_roles(tiles),
+        tensor_maps=_tensor_maps(dtype, *head_dims),
+        shared=_shared(tiles, query_bytes, value_bytes),
+        tensor_memory=_tensor_memory(*head_dims, tiles),
+        events=_events(tiles, query_bytes, query_bytes, value_bytes),
+    )

@@ -1,0 +1,311 @@
+"""Roles of the backward that work on numbers: the computing warpgroups, and the warpgroup that adds up query gradients.
+
+A computing thread has one key; its warpgroup has one half of a tile's queries, 64 columns of every accumulator whose
+rows are keys, which it takes as two fragments of 32. What it writes to tensor memory lies over what it has read itself,
+so its warpgroups never wait for each other:
+
+    columns        0 ...... 31  32 ..... 63 | 64 ..... 95  96 .... 127
+    scores         group 0: fragment 0, 1   | group 1: fragment 1, 0
+    probs          0 ... 31                 |              96 ... 127        two to a column
+
+(likewise for dP and dS), and the 64 columns between are free for query gradients. Group 1 takes its fragments in the
+other order, since the place of its first probs must have been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from jax_fa4.kernels.blackwell.backward_plans import STAGED_COLUMNS, STAGED_SLOTS, TILE, WARP_ROWS, box_columns
+from jax_fa4.kernels.blackwell.parts import tensor_memory
+from jax_fa4.kernels.blackwell.parts.backward_shape import ELEMENT_BYTES, HALF, Context
+from jax_fa4.kernels.parts import boxes, by_address
+from jax_fa4.kernels.parts.exp2 import exp2_unit
+from jax_fa4.kernels.parts.rounding import round_pair
+from jax_fa4.kernels.parts.row_mask import bits_of_other_ids, hidden_bits
+
+FRAGMENT = 32  # queries that are loaded together
+FRAGMENTS = HALF // FRAGMENT
+VECTOR = 4  # words of 16 bytes
+ROW_BYTES = HALF * ELEMENT_BYTES  # of dS in shared memory: 128, the swizzle's width
+Pair = tuple[Float32, Float32]
+LOADED_COLUMNS = 96  # query gradients that a reducing thread holds at once; 128 do not fit its registers
+
+
+class Compute:
+    """One warpgroup: probs and their gradients, then one of the item's two results."""
+
+    def __init__(self, context: Context, group: Int32, thread: Int32, floats: tuple[Float32, Float32, Float32]) -> None:
+        self.context, self.shape, self.group, self.thread = context, context.shape, group, thread
+        self.scale, self.scale_log2, self.cap_log2 = floats
+        self.row = context.key_row + thread
+        self.lanes = tensor_memory.lanes_of(thread // 32)
+        # First column of each fragment in the tile.
+        self.first = [group * 96, 32 + group * 32]
+        self._place_statistics()
+        self._place_grad_scores()
+        self.lo, self.hi = context.visible.lo(self.row), context.visible.hi(self.row)
+        self.key_id: Any = context.ids.of_query(self.row) if self.shape.has_ids else None
+
+    def _place_statistics(self) -> None:
+        """Where the thread reads the log-sums: keys beyond the last read +inf, which makes their probs 0."""
+        context = self.context
+        is_real = self.row < context.visible.queries
+        self.log_sums = cutlass.select_(is_real, context.buffer("statistics"), context.buffer("no_row"))
+        self.log_sums_stage = cutlass.select_(is_real, Int32(self.shape.stage_bytes("statistics")), Int32(0))
+
+    def _place_grad_scores(self) -> None:
+        """Where the thread writes its row of dS in shared memory, swizzled: 16-byte pieces trade places by row."""
+        row = self.context.buffer("grad_scores", self.group) + self.thread * ROW_BYTES + (self.thread & 7) * 16
+        # A fragment has half of the row's pieces.
+        self.grad_scores = [row ^ ((self.first[part] - self.group * HALF) * ELEMENT_BYTES) for part in range(FRAGMENTS)]
+
+    def _half_columns(self, name: str, part: int) -> Int32:
+        """Where 16-bit values of a fragment go that has the columns of its float32 values."""
+        first = self.first[part] // 2 + self.group * HALF
+        if name == "probs" and self.shape.has_own_probs:
+            first = self.first[part] // 2
+        return self.lanes + self.shape.columns(name) + first
+
+    @cute.jit
+    def run(self) -> None:
+        """Every tile: those that need masks first, of each head."""
+        item = self.context.item
+        for head in cutlass.range(0, self.context.group, 1, unroll=1):
+            before = head * item.count
+            for step in cutlass.range(0, item.masked_count, 1, unroll=1):
+                self.step(before + step, step, True)
+            for step in cutlass.range(item.masked_count, item.count, 1, unroll=1):
+                self.step(before + step, step, False)
+
+    def step(self, use: Any, step: Any, is_masked: bool) -> None:
+        """One tile; `use` counts the tiles of all heads, `step` those of this head."""
+        hidden: list[Any] = [None] * FRAGMENTS
+        if is_masked:
+            hidden = [self.hidden_bits(self.context.query_row(step) + first) for first in self.first]
+        self.context.wait("statistics_landed", use)
+        self.context.wait("scores_ready", use)
+        tensor_memory.fence_after_wait()
+        kept = self.make_probs(use, hidden)
+        self.signal("probs_ready")
+        self.context.wait("grad_probs_ready", use)
+        tensor_memory.fence_after_wait()
+        self.make_grad_scores(use, kept)
+        self.context.signal("statistics_free").arrive_elected(self.context.stage("statistics", use))
+        by_address.fence_for_async()
+        self.signal("grad_scores_ready")
+
+    def signal(self, event: str) -> None:
+        """Tell of what was written to tensor memory."""
+        tensor_memory.wait_stores()
+        tensor_memory.fence_before_arrival()
+        self.context.signal(event).arrive_elected(0)
+
+    def make_probs(self, use: Int32, hidden: list[Any]) -> list[Float32]:
+        """Probs to tensor memory; what the gradients of probs are to be multiplied by, fragment by fragment."""
+        shape = self.shape
+        log_sums = self.log_sums + self.context.stage("statistics", use) * self.log_sums_stage
+        columns = shape.columns("scores")
+        at_once = 1 if shape.has_cap else FRAGMENTS  # a cap takes the registers of a second fragment
+        loaded: list[Any] = []
+        kept: list[Float32] = []
+        for part, first in enumerate(self.first):
+            for ahead in self.first[len(loaded) : part + at_once]:
+                loaded.append(tensor_memory.load(self.lanes + columns + ahead, FRAGMENT))
+            words = self.exponentiate(loaded[part], hidden[part], log_sums + first * 4, kept)
+            tensor_memory.store(self._half_columns("probs", part), words)
+        return kept
+
+    @cute.jit
+    def hidden_bits(self, first_column: Int32) -> Uint32:
+        """Which of a fragment's queries do not see the thread's key."""
+        hidden = hidden_bits(self.lo, self.hi, first_column)
+        if cutlass.const_expr(self.shape.has_ids):  # noqa: SIM102 (this condition is the compiler's)
+            if self.context.item.compare_ids != 0:
+                hidden = hidden | bits_of_other_ids(self.key_id, self.context.ids, first_column)
+        return hidden
+
+    def exponentiate(self, scores: Any, hidden: Uint32 | None, log_sums: Int32, kept: list[Float32]) -> list[Any]:
+        """Probs 2^(scale * score - log-sum) of a fragment in pairs of 16 bits; the log-sums lie at an address.
+
+        `kept` receives the probs, or with a cap the probs times the derivatives of the capped scores.
+        """
+        minus_scale = (-self.scale_log2, -self.scale_log2)
+        words: list[Any] = []
+        for start in range(0, FRAGMENT, 2):
+            if start % VECTOR == 0:
+                of_four = by_address.read_four(log_sums, start * 4)
+            pair, slopes = (scores[start], scores[start + 1]), None
+            if self.shape.has_cap:
+                pair, slopes = cap(pair, self.cap_log2)
+            if hidden is not None:
+                pair = tuple(
+                    cutlass.select_(((hidden >> (start + place)) & 1) != 0, -Float32.inf, pair[place])
+                    for place in (0, 1)
+                )
+            # Negated here and back in the special-function unit's operand, which is free.
+            powers = cute.arch.fma_packed_f32x2(pair, minus_scale, of_four[start % VECTOR :][:2])
+            probs = (exp2_unit(-powers[0]), exp2_unit(-powers[1]))
+            words += self.round(probs)
+            kept += probs if slopes is None else cute.arch.mul_packed_f32x2(probs, slopes)
+        return words
+
+    def make_grad_scores(self, use: Int32, kept: list[Float32]) -> None:
+        """dS = P (dP - delta) to tensor memory and to shared memory."""
+        context, shape = self.context, self.shape
+        deltas = context.buffer("statistics", context.stage("statistics", use)) + TILE * 4
+        columns = self.lanes + shape.columns("grad_probs")
+        loaded: Any = tensor_memory.load(columns + self.first[0], FRAGMENT)
+        for part in range(FRAGMENTS):
+            grads: list[Float32] = []
+            for start in range(0, FRAGMENT, VECTOR):
+                of_four = by_address.read_four(deltas + self.first[part] * 4, start * 4)
+                for pair in (0, 2):
+                    at = start + pair
+                    difference = cute.arch.sub_packed_f32x2(
+                        (loaded[at], loaded[at + 1]), (of_four[pair], of_four[pair + 1])
+                    )
+                    of_pair = kept[part * FRAGMENT + at], kept[part * FRAGMENT + at + 1]
+                    grads += cute.arch.mul_packed_f32x2(difference, of_pair)
+            if part + 1 < FRAGMENTS:
+                loaded = tensor_memory.load(columns + self.first[part + 1], FRAGMENT)
+            words = self.round(grads)
+            tensor_memory.store(self._half_columns("grad_probs", part), words)
+            if part == 0:
+                # The product of the tile before has read shared memory.
+                context.wait("grad_query_ready", use - 1)
+            for piece in range(FRAGMENT * ELEMENT_BYTES // 16):
+                by_address.write_four(
+                    self.grad_scores[part] ^ (piece * 16), words[piece * VECTOR : (piece + 1) * VECTOR]
+                )
+
+    def round(self, values: Sequence[Float32]) -> list[Any]:
+        """Pairs of 16-bit values."""
+        return [round_pair(low, high, self.shape.dtype) for low, high in zip(values[::2], values[1::2], strict=True)]
+
+    @cute.jit
+    def store(self, key_map: cute.CopyAtom, value_map: cute.CopyAtom) -> None:
+        """Group 0 writes the values' gradients, group 1 the keys'."""
+        if self.context.total > 0:
+            self.context.wait("grads_ready", Int32(0))
+            tensor_memory.fence_after_wait()
+        if self.group == 0:
+            self.store_result("grad_value", self.shape.value_dim, value_map, Float32(1.0))
+        else:
+            self.store_result("grad_key", self.shape.head_dim, key_map, self.scale)
+
+    @cute.jit
+    def clear(self, columns: Int32, dim: cutlass.Constexpr) -> None:
+        """Make the sums of an item that met no tile zeros."""
+        if self.context.total == 0:
+            for column in range(0, dim, FRAGMENT):
+                tensor_memory.store(columns + column, [Float32(0.0)] * FRAGMENT)
+            tensor_memory.wait_stores()
+
+    def store_result(self, name: str, dim: int, tensor_map: cute.CopyAtom, factor: Float32) -> None:
+        """Each warp brings its 32 keys from tensor memory to shared memory, and from there to the tensor."""
+        context, warp = self.context, self.thread // 32
+        columns = self.lanes + self.shape.columns(name)
+        self.clear(columns, dim)
+        width = box_columns(dim)
+        row_bytes = width * ELEMENT_BYTES
+        # Rows of 128 bytes: a piece's place is changed by its row modulo 8; of 64: by half the row, modulo 4.
+        swizzle = (self.thread & 7) * 16 if width == HALF else ((self.thread >> 1) & 3) * 16
+        for box in range(dim // width):
+            start = context.buffer(f"staged_{name}") + box * TILE * row_bytes
+            row = start + self.thread * row_bytes + swizzle
+            for column in range(0, width, FRAGMENT):
+                at = columns + box * width + column
+                words = self.round([value * factor for value in tensor_memory.load(at, FRAGMENT)])
+                for piece in range(FRAGMENT * ELEMENT_BYTES // 16):
+                    place = row ^ (column * ELEMENT_BYTES + piece * 16)
+                    by_address.write_four(place, words[piece * VECTOR : (piece + 1) * VECTOR])
+            by_address.fence_for_async()
+            cute.arch.sync_warp()
+            corner = (box * width, context.key_row + warp * WARP_ROWS, context.item.head, context.item.batch)
+            boxes.store(boxes.address_of(tensor_map), start + warp * WARP_ROWS * row_bytes, corner)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def cap(scores: Pair, exponent_scale: Float32) -> tuple[Pair, Pair]:
+    """tanh(x) of two raw scores s, where 2^(exponent_scale * s) = e^(2 x), and the derivatives 1 - tanh(x)^2.
+
+    With u = 1 - tanh(x) = 1 / (1/2 + e^(2 x) / 2) the derivative is u (2 - u), which keeps its relative error where
+    tanh(x) is near 1; `softmax_row.cap` says why this is not the hardware's tanh.
+    """
+    exponents = cute.arch.mul_packed_f32x2(scores, (exponent_scale, exponent_scale))
+    powers = (exp2_unit(exponents[0]), exp2_unit(exponents[1]))
+    halves = cute.arch.fma_packed_f32x2(powers, _both(0.5), _both(0.5))
+    gaps = (cute.arch.rcp_approx(halves[0]), cute.arch.rcp_approx(halves[1]))
+    slopes = cute.arch.mul_packed_f32x2(gaps, cute.arch.sub_packed_f32x2(_both(2.0), gaps))
+    return cute.arch.sub_packed_f32x2(_both(1.0), gaps), slopes
+
+
+def _both(value: float) -> Pair:
+    return Float32(value), Float32(value)
+
+
+class Reduce:
+    """One warpgroup: adds every tile's query gradients to their sums in global memory, 32 queries a warp."""
+
+    def __init__(self, context: Context, thread: Int32, sums_map: cute.CopyAtom) -> None:
+        self.context, self.shape = context, context.shape
+        self.warp, lane = thread // 32, thread % 32
+        self.lanes = tensor_memory.lanes_of(self.warp)
+        self.sums_map = boxes.address_of(sums_map)
+        self.staged = context.buffer("staged_grad_query", self.warp * STAGED_SLOTS)
+        self.row = self.staged + lane * STAGED_COLUMNS * 4 + (lane & 7) * 16
+        self.pieces = self.shape.head_dim // STAGED_COLUMNS
+
+    @cute.jit
+    def run(self) -> None:
+        """Every tile."""
+        context = self.context
+        for head in cutlass.range(0, context.group, 1, unroll=1):
+            for step in cutlass.range(0, context.item.count, 1, unroll=1):
+                self.step(head * context.item.count + step, context.item.head * context.group + head, step)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def step(self, use: Any, head: Any, step: Any) -> None:
+        """Take one tile's gradients out of tensor memory, as early as registers allow; stage and add them."""
+        context, columns = self.context, self.lanes + self.shape.columns("grad_query")
+        context.wait("grad_query_ready", use)
+        tensor_memory.fence_after_wait()
+        loaded: list[Any] = []
+        for piece in range(self.pieces):
+            while len(loaded) < min(self.pieces, piece + LOADED_COLUMNS // STAGED_COLUMNS):
+                loaded.append(tensor_memory.load(columns + len(loaded) * STAGED_COLUMNS, STAGED_COLUMNS))
+                if len(loaded) == self.pieces:
+                    tensor_memory.wait_loads()
+                    tensor_memory.fence_before_arrival()
+                    context.signal("grad_query_drained").arrive_elected(0)
+            corner = (piece * STAGED_COLUMNS, context.query_row(step) + self.warp * WARP_ROWS, head)
+            self.add(use, piece, loaded[piece], corner)
+
+    def add(self, use: Int32, piece: int, sums: Any, corner: tuple[Any, Any, Any]) -> None:
+        """Stage 32 columns, when the copy before the last has read its slot, and add them to global memory."""
+        slot_bytes = self.shape.stage_bytes("staged_grad_query")
+        # Slots take turns; which is known when compiling, unless a tile has an odd number of pieces.
+        fixed, moving = (piece % STAGED_SLOTS) * slot_bytes, Int32(0)
+        if self.pieces % STAGED_SLOTS:
+            fixed, moving = 0, ((use + piece) & (STAGED_SLOTS - 1)) * slot_bytes
+        cute.arch.cp_async_bulk_wait_group(STAGED_SLOTS - 1, read=True)
+        cute.arch.sync_warp()
+        for column in range(0, STAGED_COLUMNS, VECTOR):
+            by_address.write_four((self.row + moving) ^ (column * 4), sums[column : column + VECTOR], fixed)
+        by_address.fence_for_async()
+        cute.arch.sync_warp()
+        by_address.add(self.sums_map, self.staged + moving + fixed, (*corner, self.context.item.batch))
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def fill_no_row(context: Context, thread: Int32) -> None:
+    """Log-sums that make every prob 0, for keys beyond the last (called by 128 threads)."""
+    pointer = context.pointer("no_row", Float32) + thread
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = Float32.inf
