@@ -92,6 +92,21 @@ void BindRegistry(nb::module_& module) {
       },
       "hash"_a, "name"_a, "entry"_a, "cubin"_a, "ptx"_a, "architecture"_a, "major"_a, "minor"_a, "family"_a,
       "alternatives"_a, "recipe"_a);
+  module.def(
+      "set_binary_finder",
+      [](nb::callable finder) {
+        // Leaked on purpose: a call may outlive the interpreter's wish to see it go.
+        auto* kept = new nb::object(std::move(finder));
+        SetBinaryFinder([kept](const std::string& hash) {
+          nb::gil_scoped_acquire gil;
+          try {
+            (*kept)(hash);
+          } catch (nb::python_error& error) {
+            throw RuntimeFailure("Looking for the kernel with content hash '" + hash + "' failed: " + error.what());
+          }
+        });
+      },
+      "finder"_a);
   module.def("is_registered", [](const std::string& hash) { return IsRegistered(hash); }, "hash"_a);
   module.def(
       "declare_driver",

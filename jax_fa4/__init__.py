@@ -2,6 +2,7 @@
 
 from jax_fa4.attention import attention, explain, ring_attention, zigzag_order
 from jax_fa4.dispatch import Explanation, Target, target
+from jax_fa4.exporting import export_disabled_checks, register_targets
 from jax_fa4.segments import SegmentPlan, plan_segments
 
 __version__ = "0.1.0"
@@ -12,8 +13,11 @@ __all__ = [
     "Target",
     "attention",
     "explain",
+    "export_disabled_checks",
     "plan_segments",
     "ring_attention",
     "target",
     "zigzag_order",
 ]
+
+register_targets()

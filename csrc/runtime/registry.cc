@@ -19,6 +19,7 @@ struct Tables {
   std::shared_mutex* mutex = new std::shared_mutex;
   std::map<std::string, KernelBinary, std::less<>> binaries;
   std::map<LoadedKey, std::unique_ptr<LoadedKernel>> loaded;
+  BinaryFinder finder;
 };
 
 Tables& TheTables() {
@@ -115,8 +116,9 @@ const KernelBinary& FindBinary(const Tables& tables, std::string_view hash) {
   auto found = tables.binaries.find(hash);
   if (found == tables.binaries.end()) {
     throw RuntimeFailure("No kernel with content hash '" + std::string(hash) +
-                         "' is registered in this process. A program that was compiled in another process must import "
-                         "jax_fa4 and trace the same call, or be compiled again.");
+                         "' is registered in this process, and the installed jax_fa4 carries none. A program that was "
+                         "exported or compiled elsewhere needs the jax_fa4 of that place; install it, or trace the "
+                         "call again here.");
   }
   return found->second;
 }
@@ -188,14 +190,23 @@ bool IsRegistered(std::string_view hash) {
   return tables.binaries.find(hash) != tables.binaries.end();
 }
 
+void SetBinaryFinder(BinaryFinder finder) {
+  Tables& tables = TheTables();
+  std::unique_lock lock(*tables.mutex);
+  tables.finder = std::move(finder);
+}
+
 const LoadedKernel& Load(Driver& driver, std::string_view hash, int ordinal) {
   const driver_api::Context context = driver.ContextFor(ordinal);
   Tables& tables = TheTables();
+  BinaryFinder finder;
   {
     std::shared_lock lock(*tables.mutex);
     auto found = tables.loaded.find({&driver, context, hash});
     if (found != tables.loaded.end()) return *found->second;
+    if (tables.binaries.find(hash) == tables.binaries.end()) finder = tables.finder;
   }
+  if (finder) finder(std::string(hash));
   std::unique_lock lock(*tables.mutex);
   auto found = tables.loaded.find({&driver, context, hash});
   if (found != tables.loaded.end()) return *found->second;

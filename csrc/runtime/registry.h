@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -73,6 +74,11 @@ inline constexpr std::size_t kMaxParameterBytes = 4096;
 // itself.
 void RegisterBinary(KernelBinary binary);
 bool IsRegistered(std::string_view hash);
+
+// Asked for a binary that is not registered when it is to be loaded: it may register it, or do nothing. So a program
+// that another process compiled finds its kernels. Called without locks, from any thread.
+using BinaryFinder = std::function<void(const std::string& hash)>;
+void SetBinaryFinder(BinaryFinder finder);
 
 struct LoadedKernel {
   const KernelBinary* binary = nullptr;

@@ -44,6 +44,7 @@ def native() -> types.ModuleType:
             "build it in place as the head of CMakeLists.txt says."
         ) from error
     module.declare_driver(CUDA_DRIVER, _CUDA_LIBRARY, False)
+    module.set_binary_finder(register_stored)
     cuda = {"initialize": module.handler("initialize"), "execute": module.handler("launch_on_cuda")}
     jax.ffi.register_ffi_target(TARGET, cuda, platform="CUDA", api_version=1)
     jax.ffi.register_ffi_target(TARGET, module.handler("launch_on_host"), platform="cpu", api_version=1)
@@ -135,6 +136,15 @@ def register(binary: KernelBinary) -> str:
             recipe=native_recipe(plan, binary.layout),
         )
     return binary.content_hash
+
+
+def register_stored(content_hash: str) -> bool:
+    """Makes the wheel's binary with this hash known to the runtime of this process, for a program that was traced in
+    another; whether there is one."""
+    binary = bundle.find_by_hash(content_hash)
+    if binary is not None:
+        register(binary)
+    return binary is not None
 
 
 def call_integers(plan: KernelPlan, integers: Mapping[str, int]) -> np.ndarray:

@@ -18,6 +18,7 @@ from pathlib import Path
 import platformdirs
 
 from jax_fa4.kernels import build as build_module
+from jax_fa4.kernels import plans
 from jax_fa4.kernels.build import COMPILER, BuildError, KernelBinary, compiler_version, source_digest
 from jax_fa4.kernels.plan import KernelPlan
 
@@ -75,6 +76,16 @@ def find(plan: KernelPlan) -> KernelBinary:
     return binary
 
 
+def find_by_hash(content_hash: str) -> KernelBinary | None:
+    """The wheel's binary with this content, for a program that was traced in another process; None where it has none."""
+    for plan in plans.bundled_plans():
+        known = manifest().get(plan.key)
+        if known is not None and known["content_hash"] == content_hash:
+            binary = stored(plan)
+            return binary if binary is not None and binary.content_hash == content_hash else None
+    return None
+
+
 def why_unavailable(plan: KernelPlan) -> str | None:
     """None where `find` would give a binary; else one sentence of why not and one of the remedy. Builds nothing."""
     if compiler_version() is not None or stored(plan) is not None:
@@ -85,6 +96,7 @@ def why_unavailable(plan: KernelPlan) -> str | None:
     )
 
 
+@functools.cache
 def manifest() -> dict[str, dict[str, object]]:
     """What the wheel's binaries were made of, by plan key."""
     kernels: dict[str, dict[str, object]] = json.loads((BUNDLE_FOLDER / MANIFEST).read_text())["kernels"]

@@ -1,0 +1,92 @@
+"""Programs that leave the process: exported for a GPU on a machine without one, loaded by a process that traces nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import jax_fa4
+from jax_fa4 import dispatch
+from jax_fa4.ffi import launch
+from jax_fa4.kernels import bundle
+
+from .conftest import ROOT, Stub
+
+LOADER = """
+import sys
+from pathlib import Path
+from jax import export
+import jax_fa4
+exported = export.deserialize(bytearray(Path(sys.argv[1]).read_bytes()))
+assert exported.platforms == ("cuda",), exported.platforms
+from jax_fa4.ffi import launch
+native = launch.native()
+launch.declare_driver("stub", sys.argv[2], takes_ptx=False)
+for content_hash in sys.argv[3:]:
+    assert not native.is_registered(content_hash)
+    print(native.load("stub", content_hash, 0))
+"""
+
+
+def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    out = jax_fa4.attention(query, key, value, is_causal=True, implementation="fa4")
+    return jnp.sum(out.astype(jnp.float32) ** 2)
+
+
+def exported(function: object) -> export.Exported:
+    shape = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.bfloat16)
+    with jax_fa4.target("sm_90"):
+        reason = dispatch.why_not(
+            "fa4",
+            jax_fa4.explain(shape, shape, shape, is_causal=True, implementation="fa4").problem,
+            dispatch.current_target(),
+        )
+        if reason is not None:
+            pytest.skip(reason)
+        return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=jax_fa4.export_disabled_checks())(
+            shape, shape, shape
+        )
+
+
+@pytest.mark.parametrize("function", [loss, jax.grad(loss, (0, 1, 2))], ids=["forward", "gradient"])
+def test_exported_for_a_gpu_that_is_not_here_and_loaded_elsewhere(function, stub: Stub, tmp_path: Path) -> None:
+    """The other process imports jax_fa4 and traces nothing; each kernel is found by its hash in the wheel."""
+    program = exported(function)
+    hashes = sorted(set(re.findall(r'kernel = "(\w+)"', program.mlir_module())))
+    assert hashes
+    carried = {facts["content_hash"] for facts in bundle.manifest().values()}
+    assert set(hashes) <= carried
+    file = tmp_path / "program"
+    file.write_bytes(program.serialize(vjp_order=0))
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(file), str(stub.path), *hashes],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("device 0") == len(hashes)
+
+
+def test_without_our_checks_jax_refuses() -> None:
+    """So that the helper is there for a reason."""
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    call = jax.ffi.ffi_call(launch.TARGET, shape)
+
+    def run(x: jax.Array) -> jax.Array:
+        return call(x, driver="cuda", kernel="0")
+
+    with pytest.raises(ValueError, match=launch.TARGET):
+        export.export(jax.jit(run), platforms=["cuda"])(shape)
+    export.export(jax.jit(run), platforms=["cuda"], disabled_checks=jax_fa4.export_disabled_checks())(shape)
+
+
+def test_a_kernel_that_the_wheel_lacks_names_the_remedy(stub: Stub) -> None:
+    assert not launch.register_stored("feedbeef")
+    with pytest.raises(Exception, match=r"content hash 'feedbeef'.*carries none.*install it, or trace"):
+        launch.native().load("stub", "feedbeef", 0)
