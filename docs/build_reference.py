@@ -26,6 +26,7 @@ FLAX_NAMES = ("attention_fn", "segment_ids", "SegmentMask", "swap_nnx_attention"
 CHAPTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("The call", "jax_fa4", CALL_NAMES),
     ("Long sequences", "jax_fa4", ("ring_attention", "zigzag_order")),
+    ("Export", "jax_fa4", ("export_disabled_checks",)),
     ("Flax", "jax_fa4.flax", FLAX_NAMES),
     ("Masks", "jax_fa4.schedule.tiles", MASK_NAMES),
     ("Schedules", "jax_fa4.schedule.order", ("forward_table", "backward_table", "WorkTable", "Column", "Policy")),

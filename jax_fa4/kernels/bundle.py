@@ -77,7 +77,7 @@ def find(plan: KernelPlan) -> KernelBinary:
 
 
 def find_by_hash(content_hash: str) -> KernelBinary | None:
-    """The wheel's binary with this content, for a program that was traced in another process; None where it has none."""
+    """The wheel's binary with this content, for a program that another process traced; None where it has none."""
     for plan in plans.bundled_plans():
         known = manifest().get(plan.key)
         if known is not None and known["content_hash"] == content_hash:
