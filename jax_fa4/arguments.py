@@ -97,6 +97,7 @@ def read_call(
     sinks: Any = None,
     return_residual: Any = False,
     deterministic: Any = False,
+    key_splits: Any = None,
 ) -> Call:
     """Check the arguments of `jax_fa4.attention` and put them into canonical form.
 
@@ -147,6 +148,7 @@ def read_call(
         constants=MaskConstants(**{name: x if isinstance(x, HostArray) else None for name, x in vectors.items()}),
         return_residual=_read_flag("return_residual", return_residual),
         deterministic=_read_flag("deterministic", deterministic),
+        key_splits=_read_key_splits(key_splits, sizes.key_length, bias is not None or mask is not None),
     )
     return Call(problem, operands, sizes.leading)
 
@@ -230,6 +232,21 @@ def _read_flag(name: str, value: Any) -> bool:
         return bool(value)
     remedy = "; under jit make it a static argument" if _is_traced(value) else ""
     raise TypeError(f"{name} is {_seen(value)} ({type(value).__name__}). It must be True or False{remedy}.")
+
+
+def _read_key_splits(key_splits: Any, key_length: int, is_dense: bool) -> int | None:
+    accepted = f"An int from 1 to S = {key_length} is accepted; None takes as many as pay"
+    if key_splits is None:
+        return None
+    if isinstance(key_splits, bool) or not isinstance(key_splits, int | np.integer):
+        raise TypeError(f"key_splits is {_seen(key_splits)} ({type(key_splits).__name__}). {accepted}.")
+    if not 1 <= key_splits <= max(key_length, 1):
+        raise ValueError(f"key_splits is {key_splits}. {accepted}.")
+    if key_splits > 1 and is_dense:
+        raise ValueError(
+            f"key_splits is {key_splits} beside a bias or mask, with which keys are not split; leave it out."
+        )
+    return int(key_splits)
 
 
 def _read_rule(sizes: Sizes, is_causal: Any, window: Any, alignment: Any) -> MaskRule:

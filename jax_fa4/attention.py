@@ -32,6 +32,7 @@ def attention(
     sinks: Any = None,
     return_residual: bool = False,
     deterministic: bool = False,
+    key_splits: int | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
     r"""Scaled dot-product attention; a superset of `jax.nn.dot_product_attention`.
@@ -65,6 +66,8 @@ def attention(
       sinks: (N,) floats, one more logit for each head in the denominator, without a value.
       return_residual: also return the log-sum-exp, with its true gradient.
       deterministic: gradients must be bitwise equal from run to run.
+      key_splits: into how many parts the keys are cut, each computed by itself in the forward pass and merged exactly,
+        for few queries against many keys. None: kernels take as many as pay, "blockwise" none. "reference" takes none.
       implementation: "fa4" (kernels), "emulated" (the same kernels on an emulated GPU), "blockwise" (pure JAX, linear
         memory, on every device), "reference" (dense, derivatives of every order); or a sequence of these, tried in
         order. None takes a kernel where one fits, else "blockwise". Only "reference" has forward-mode and second
@@ -103,6 +106,7 @@ def attention(
         sinks=sinks,
         return_residual=return_residual,
         deterministic=deterministic,
+        key_splits=key_splits,
     )
     target = dispatch.current_target(call.operands.query)
 

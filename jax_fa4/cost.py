@@ -41,6 +41,7 @@ class Architecture:
       mask_instructions: extra instructions that an element mask costs for a row of 128 scores, in the forward and in
         the backward pass. Counted in machine code of flash-attn-4 4.0.0b36 at head_dim 128, whose backward for sm_90
         masks every tile.
+      memory_tbps: bandwidth of the board's memory by its data sheet, TB/s (H200; an H100 has 3.35).
     """
 
     name: str
@@ -56,6 +57,12 @@ class Architecture:
     section_l2_bytes: int
     has_pairs: bool
     mask_instructions: tuple[int, int]
+    memory_tbps: float
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of memory per clock, of the whole board."""
+        return self.memory_tbps * 1e3 / self.clock_ghz
 
     @property
     def clock_ghz(self) -> float:
@@ -70,9 +77,9 @@ class Architecture:
 ARCHITECTURES = {
     arch.name: arch
     for arch in (
-        Architecture("sm_90", "H100, H200", 4096, 64, 128, 16, 132, 989.4, 232448, 0, 50 << 20, False, (180, 0)),
-        Architecture("sm_100", "B200", 8192, 128, 128, 16, 148, 2250.0, 232448, 512, 50 << 20, True, (174, 72)),
-        Architecture("sm_103", "B300", 8192, 128, 128, 32, 148, 2500.0, 232448, 512, 50 << 20, True, (174, 72)),
+        Architecture("sm_90", "H100, H200", 4096, 64, 128, 16, 132, 989.4, 232448, 0, 50 << 20, False, (180, 0), 4.8),
+        Architecture("sm_100", "B200", 8192, 128, 128, 16, 148, 2250.0, 232448, 512, 50 << 20, True, (174, 72), 8.0),
+        Architecture("sm_103", "B300", 8192, 128, 128, 32, 148, 2500.0, 232448, 512, 50 << 20, True, (174, 72), 8.0),
     )
 }
 

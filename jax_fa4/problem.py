@@ -142,6 +142,8 @@ class AttentionProblem:
       has_segment_ids: ids of queries and of keys exist, each as operand or as constant.
       constants: the ids and lengths that are known.
       planned: what the work tables among the operands are for.
+      has_intervals: what rows see is not to be found from `mask`, but comes with the operands (`query_lo` and so on).
+      key_splits: parts of the keys that are computed apart and merged; None: as many as pay.
       return_residual: the caller takes the log-sum-exp too.
       deterministic: the caller asks for gradients that are bitwise equal from run to run.
     """
@@ -165,6 +167,8 @@ class AttentionProblem:
     has_segment_ids: bool = False
     constants: MaskConstants = NO_CONSTANTS
     planned: PlannedGrids = NO_GRIDS
+    has_intervals: bool = False
+    key_splits: int | None = None
     return_residual: bool = False
     deterministic: bool = False
 
@@ -199,7 +203,7 @@ class AttentionProblem:
             (self.has_query_lengths, constants.query_lengths is not None),
             (self.has_key_lengths, constants.key_lengths is not None),
         )
-        return any(exists and not is_known for exists, is_known in known)
+        return self.has_intervals or any(exists and not is_known for exists, is_known in known)
 
     def mask_operands(self, operands: AttentionOperands) -> MaskOperands:
         """The ids and lengths of a call: JAX arrays where they are operands, NumPy arrays where they are constants."""

@@ -47,7 +47,9 @@ class Reference:
     name = "reference"
 
     def why_not(self, problem: AttentionProblem, target: "Target") -> str | None:
-        """None: it takes every problem."""
+        """None: it takes every problem, unless told to split keys."""
+        if problem.key_splits not in (None, 1):
+            return f"it does not split keys (key_splits is {problem.key_splits}); leave key_splits out."
         return None
 
     def describe(self, problem: AttentionProblem, target: "Target") -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from jax_fa4.blockwise import forward as _forward
 from jax_fa4.blockwise.tiling import Tiling, choose_tiling, geometry, tile_table
 from jax_fa4.dispatch import Target
 from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.splitting import Split, run_split
 
 Array = Any
 
@@ -31,7 +32,7 @@ class Blockwise:
 
     def forward(self, problem: AttentionProblem, operands: AttentionOperands) -> tuple[Array, Array]:
         """Output (B, T, N, Dv) in the problem's dtype; log-sum-exp (B, T, N), float32 (float64 for float64)."""
-        return _forward.forward(problem, operands)
+        return run_split(_forward.forward, problem, operands, Split(problem.key_splits or 1))
 
     def backward(
         self,

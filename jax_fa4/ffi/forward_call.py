@@ -47,7 +47,7 @@ def mask_kind(problem: AttentionProblem) -> MaskKind:
     """The kind of mask of the kernel that takes the problem."""
     if problem.has_segment_ids:
         return "ids"
-    if problem.has_query_lengths or problem.has_key_lengths:
+    if problem.has_query_lengths or problem.has_key_lengths or problem.has_intervals:
         return "intervals"
     return "causal" if problem.mask.band[0] is None else "window"
 

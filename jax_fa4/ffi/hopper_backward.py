@@ -31,8 +31,8 @@ from jax_fa4.kernels.hopper.backward_plans import (
 from jax_fa4.kernels.hopper.plans import ARCHITECTURE, padded_head_dim
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import Policy, backward_grid, backward_table
-from jax_fa4.schedule.tiles import key_intervals, query_intervals, tile_bounds
+from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table
+from jax_fa4.schedule.tiles import tile_bounds
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 ITEMS_PER_SM = 2  # items for each multiprocessor that splitting groups of query heads aims at
@@ -62,6 +62,13 @@ def _splits(problem: AttentionProblem) -> int:
     wanted = ITEMS_PER_SM * ARCHITECTURES["sm_90"].sms
     divisors = [one for one in range(1, problem.group_size + 1) if problem.group_size % one == 0]
     return next((one for one in divisors if items * one >= wanted), divisors[-1])
+
+
+def grid_of(problem: AttentionProblem) -> WorkGrid:
+    """What there is to order of a problem that the kernel takes."""
+    tiles = BACKWARD_TILES[padded_head_dim(max(problem.head_dim, problem.value_dim))]
+    shared = dataclasses.replace(problem, kv_heads=problem.kv_heads * _splits(problem))
+    return backward_grid(shared, tiles.query_tile, KEY_TILE, ARCHITECTURES["sm_90"], whole_group=True)
 
 
 def _section_heads(problem: AttentionProblem, query_tile: int) -> int:
@@ -127,7 +134,7 @@ def _of_mask(
 ) -> dict[str, Any]:
     """The kernel's operands for masks from memory."""
     mask_operands = problem.mask_operands(operands)
-    seen_by = key_intervals(problem.mask, mask_operands)
+    _, seen_by = problem.intervals(operands)
     policy = Policy.REVERSED if problem.deterministic else Policy.LONGEST_FIRST
     table = backward_table(
         shared, operands, query_tile, KEY_TILE, ARCHITECTURES["sm_90"], whole_group=True, policy=policy
@@ -225,8 +232,7 @@ def hopper_backward(
     if problem.is_empty:
         zeros = (jnp.zeros(one.shape, problem.dtype) for one in operands[:3])
         return AttentionOperands(*zeros)
-    mask_operands = problem.mask_operands(operands)
-    seeing, seen = query_intervals(problem.mask, mask_operands), key_intervals(problem.mask, mask_operands)
+    seeing, seen = problem.intervals(operands)
     grad_out = grad_out.astype(problem.dtype)
     query, grad_out, grad_lse = _zero_unseen(seeing.lo < seeing.hi, operands.query, grad_out, grad_lse)
     key, value = _zero_unseen(seen.lo < seen.hi, operands.key, operands.value)

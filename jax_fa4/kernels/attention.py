@@ -14,10 +14,12 @@ import jax
 
 from jax_fa4 import emulator
 from jax_fa4.blockwise import blockwise
+from jax_fa4.cost import ARCHITECTURES as COSTS
 from jax_fa4.dispatch import Target, current_target
 from jax_fa4.ffi import blackwell_backward, blackwell_forward, hopper_backward, hopper_forward, launch
 from jax_fa4.kernels.plan import Architecture, architectures_for
 from jax_fa4.problem import AttentionOperands, AttentionProblem, PlannedGrids
+from jax_fa4.splitting import Split, choose_split, problem_of, run_split
 
 Pair = tuple[jax.Array, jax.Array]
 Details = list[tuple[str, str]]
@@ -61,7 +63,7 @@ KERNELS: Mapping[str, Kernels] = {
         backward=hopper_backward.hopper_backward,
         why_not=hopper_backward.why_not,
         describe=hopper_forward.describe,
-        grids=lambda problem: PlannedGrids(forward=hopper_forward.forward_call(problem).grid),
+        grids=lambda problem: PlannedGrids(hopper_forward.forward_call(problem).grid, hopper_backward.grid_of(problem)),
     ),
     **{name: _blackwell_kernels(name) for name in blackwell_forward.ARCHITECTURE_NAMES},
 }
@@ -89,6 +91,19 @@ def kernels_of(target: Target) -> Kernels:
     if architecture is None:
         raise NotImplementedError(f"there are no attention kernels for {target}.")
     return KERNELS[architecture.name]
+
+
+@functools.lru_cache(maxsize=1024)
+def split_of(problem: AttentionProblem, target: Target) -> Split:
+    """How the forward pass of a problem that the target's kernels take is cut where queries are few."""
+    kernels, architecture = kernels_of(target), architecture_of(target)
+    assert architecture is not None
+    return choose_split(
+        problem,
+        lambda cut: kernels.grids(cut).forward,
+        lambda cut: kernels.why_not(cut) is None,
+        COSTS[architecture.name[:-1]],
+    )
 
 
 class AttentionKernels:
@@ -120,13 +135,20 @@ class AttentionKernels:
             launch.native()
         except (ImportError, FileNotFoundError) as error:
             return str(error)
+        if problem.key_splits is not None and problem.key_splits > 1 and not problem.is_empty:
+            problem = problem_of(problem, Split(problem.key_splits))
         return kernels_of(target).why_not(problem)
 
     def describe(self, problem: AttentionProblem, target: Target) -> Details:
         """Kernels, tiles, schedule and workspace."""
         if problem.is_empty:
             return [("kernel", "none: the call is empty")]
-        return kernels_of(target).describe(problem)
+        split, details = split_of(problem, target), []
+        if not split.is_whole:
+            heads = ", query heads of a key head in one tile" if split.packs_heads else ""
+            details.append(("keys split", f"{split.parts} parts of {-(-problem.key_length // split.parts)}{heads}"))
+            problem = problem_of(problem, split)
+        return [*details, *kernels_of(target).describe(problem)]
 
     def planned_grids(self, problem: AttentionProblem, target: Target) -> PlannedGrids:
         """What a plan for such calls makes work tables for."""
@@ -140,7 +162,8 @@ class AttentionKernels:
           LaunchError: the problem is too large for a grid.
         """
         target = current_target()
-        return kernels_of(target).forward(problem, operands, driver=self.driver(target))
+        run = functools.partial(kernels_of(target).forward, driver=self.driver(target))
+        return run_split(run, problem, operands, split_of(problem, target))
 
     def backward(
         self,
