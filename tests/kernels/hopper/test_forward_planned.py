@@ -46,3 +46,32 @@ def test_explain_has_the_exact_schedule() -> None:
     assert "clocks, of which work is" in str(known)
     traced = jax_fa4.plan_segments(jnp.asarray(packed_ids()), is_causal=True)
     assert "ordered when the call runs" in str(jax_fa4.explain(*shapes, segment_ids=traced, **options))
+
+
+@pytest.mark.parametrize("implementation", ["emulated", "blockwise"])
+def test_gradients_by_a_plan_are_those_by_ids(implementation: str) -> None:
+    """The backward's table comes from the plan too; nothing is sorted but for the plan itself."""
+    tensors = draw(21, (2, LENGTH, HEADS[0], HEAD_DIM), LENGTH, HEADS[1], "bfloat16")
+    options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
+    ids = jnp.asarray(packed_ids())
+
+    def loss(*arguments: Any) -> jax.Array:
+        *tensors, held = arguments
+        out = jax_fa4.attention(*tensors, segment_ids=held, **options)
+        return (out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    plan = jax_fa4.plan_segments(ids, heads=HEADS, head_dim=HEAD_DIM, **options)
+    assert (plan.backward_items is None) == (implementation == "blockwise")
+    for planned, raw in zip(gradient(*tensors, plan), gradient(*tensors, ids), strict=True):
+        difference = jnp.abs(planned.astype(jnp.float32) - raw.astype(jnp.float32)).max()
+        assert difference <= 2.0**-7 * jnp.abs(raw).max()  # sums of query gradients come in any order
+
+
+def test_tables_of_another_device_are_refused() -> None:
+    tensors = draw(22, (2, LENGTH, HEADS[0], HEAD_DIM), LENGTH, HEADS[1], "bfloat16")
+    shape: dict[str, Any] = {"heads": HEADS, "head_dim": HEAD_DIM}
+    with jax_fa4.target("sm_100"):
+        plan = jax_fa4.plan_segments(jnp.asarray(packed_ids()), implementation="emulated", **shape)
+    with pytest.raises(ValueError, match="Make the plan for the same device"):
+        jax_fa4.attention(*tensors, segment_ids=plan, implementation="emulated")
