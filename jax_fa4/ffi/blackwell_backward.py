@@ -29,7 +29,7 @@ from jax_fa4.kernels.blackwell.backward_plans import (
 )
 from jax_fa4.kernels.plan import DTYPES, PlanError
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import backward_grid, backward_table
+from jax_fa4.schedule.order import WorkGrid, backward_grid, backward_table
 
 GPU = ARCHITECTURES["sm_100"]
 
@@ -57,9 +57,14 @@ def _floats(problem: AttentionProblem) -> dict[str, float]:
     return {**softmax_floats(problem), "scale": float(problem.scale or 0.0)}
 
 
+def grid_of(problem: AttentionProblem) -> WorkGrid:
+    """What there is to order of a problem that the kernel takes."""
+    return backward_grid(problem, TILE, TILE, GPU, whole_group=True)
+
+
 def _section_heads(problem: AttentionProblem) -> int:
     """KV heads whose items run together: as many as fit in L2 with their group's queries, in even sections."""
-    most = max(backward_grid(problem, TILE, TILE, GPU, whole_group=True).groups_in_l2, 1)
+    most = max(grid_of(problem).groups_in_l2, 1)
     heads = problem.batch * problem.kv_heads
     section = max(one for one in range(1, min(most, heads) + 1) if heads % one == 0)
     return section if heads // section <= MAX_SECTIONS else heads

@@ -52,7 +52,9 @@ def _blackwell_kernels(architecture: str) -> Kernels:
             blackwell_forward.why_not(problem, architecture=architecture) or blackwell_backward.why_not(problem)
         ),
         describe=functools.partial(blackwell_forward.describe, architecture=architecture),
-        grids=lambda problem: PlannedGrids(forward=blackwell_forward.forward_call(problem, architecture).grid),
+        grids=lambda problem: PlannedGrids(
+            blackwell_forward.forward_call(problem, architecture).grid, blackwell_backward.grid_of(problem)
+        ),
     )
 
 
