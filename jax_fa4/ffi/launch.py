@@ -43,8 +43,14 @@ def native() -> types.ModuleType:
             f"jax_fa4's compiled part cannot be imported ({error}). Install the package with `pip install .`, or "
             "build it in place as the head of CMakeLists.txt says."
         ) from error
+    try:
+        module.set_binary_finder(register_stored)
+    except AttributeError as error:
+        raise ImportError(
+            f"jax_fa4's compiled part is older than its Python part ({error}). Build it again: `pip install .`, or "
+            "`make ext` in a clone."
+        ) from error
     module.declare_driver(CUDA_DRIVER, _CUDA_LIBRARY, False)
-    module.set_binary_finder(register_stored)
     cuda = {"initialize": module.handler("initialize"), "execute": module.handler("launch_on_cuda")}
     jax.ffi.register_ffi_target(TARGET, cuda, platform="CUDA", api_version=1)
     jax.ffi.register_ffi_target(TARGET, module.handler("launch_on_host"), platform="cpu", api_version=1)
