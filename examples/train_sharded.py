@@ -56,7 +56,7 @@ HEADS_SPLIT = P("data", "sequence", "tensor")  # of query, key and value (B, T, 
 
 # How parameters lie, by the end of their names; others are on every device. A matrix that reads the residual stream is
 # split by its outputs, one that writes it by its inputs, so that only the sum of the writes crosses devices.
-PARAMETERS = {
+PARAMETERS: dict[tuple[str, ...], P] = {
     ("project_in", "kernel"): P(None, "tensor"),
     ("project_out", "kernel"): P("tensor", None),
 }

@@ -19,8 +19,10 @@ query's sharding, as a part of their type, and the compiler proceeds as on Auto 
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -63,6 +65,7 @@ DIMENSIONS = {
     **dict.fromkeys(("forward_items", "backward_items"), ".."),
     "out": "btne",
     "lse": "btn",
+    "digest": ".",
 }
 PLANNED = tuple(name for name in DIMENSIONS if name.endswith(("_lo", "_hi", "_exact", "_items")))
 """What a plan of segments knows of whole sequences: dropped where these are cut."""
@@ -89,8 +92,29 @@ class _Static(NamedTuple):
     implementation: DifferentiableOnce
     problem: AttentionProblem
     target: Target
-    names: tuple[str, ...]  # of the arrays that follow, operands first
+    names: tuple[str, ...]  # of the arrays that follow, operands first, the digest last
     results: tuple[str, ...]
+
+    def digest(self) -> np.ndarray:
+        """(4,) uint32 that stand for all of this and for the package.
+
+        A constant operand that nothing reads. What the callback computes is not in the program that the compiler sees,
+        so that without it calls that differ only here (in the mask, say) would share one entry of JAX's persistent
+        compilation cache, once the callback's address is left out of the key.
+        """
+        text = f"{self.implementation.name} {self.problem} {self.target} {self.names} {self.results}"
+        state = hashlib.blake2b(_package_digest() + text.encode(), digest_size=16)
+        return np.frombuffer(state.digest(), np.uint32)
+
+
+@functools.cache
+def _package_digest() -> bytes:
+    """Stands for the source of the package and for the kernels that it carries."""
+    state = hashlib.blake2b(digest_size=16)
+    folder = Path(__file__).parent
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("manifest.json")]):
+        state.update(path.read_bytes())
+    return state.digest()
 
 
 def forward(
@@ -101,8 +125,8 @@ def forward(
         with dispatch.target(target):
             return implementation.forward(problem, operands)
     given = {name: x for name, x in operands._asdict().items() if x is not None}
-    static = _Static(implementation, problem, target, tuple(given), ("out", "lse"))
-    return _forward_call(static, *given.values())
+    static = _Static(implementation, problem, target, (*given, "digest"), ("out", "lse"))
+    return _forward_call(static, *given.values(), static.digest())
 
 
 def backward(
@@ -120,8 +144,8 @@ def backward(
             cotangents = implementation.backward(problem, operands, *results, *grads)
         return _cast(cotangents, due)
     given = {name: x for name, x in operands._asdict().items() if x is not None}
-    static = _Static(implementation, problem, target, (*given, "out", "lse", "out", "lse"), tuple(due))
-    cotangents = _backward_call(static, *given.values(), *results, *grads)
+    static = _Static(implementation, problem, target, (*given, "out", "lse", "out", "lse", "digest"), tuple(due))
+    cotangents = _backward_call(static, *given.values(), *results, *grads, static.digest())
     return AttentionOperands(**dict(zip(due, cotangents, strict=True)))
 
 
@@ -135,9 +159,9 @@ def _cast(cotangents: AttentionOperands, due: Mapping[str, Array]) -> AttentionO
 
 
 def _operands_of(names: Sequence[str], arrays: Sequence[Array]) -> tuple[AttentionOperands, list[Array]]:
-    """The operands among the arrays of a call, and the results and gradients behind them."""
+    """The operands among the arrays of a call, and the results and gradients between them and the digest."""
     count = sum(name in AttentionOperands._fields for name in names)
-    return AttentionOperands(**dict(zip(names[:count], arrays[:count], strict=True))), list(arrays[count:])
+    return AttentionOperands(**dict(zip(names[:count], arrays[:count], strict=True))), list(arrays[count:-1])
 
 
 # The passes are jitted inside, so that arrays which they make from NumPy stay in the inner program: a partitioned call
