@@ -250,9 +250,9 @@ def run(settings: Settings, out: Path | None = None, plot: Path | None = None) -
     return figures
 
 
-def define_flags() -> None:
-    """A flag for each setting, and for the files."""
-    for field in dataclasses.fields(Settings):
+def define_flags(settings: Any) -> None:
+    """A flag for each setting of a dataclass, and for the files."""
+    for field in dataclasses.fields(settings):
         default: Any = field.default
         if isinstance(default, tuple):
             flags.DEFINE_list(field.name, [str(one) for one in default], f"Default: {default}.")
@@ -266,21 +266,26 @@ def define_flags() -> None:
     flags.DEFINE_string("plot", None, "PNG file for the picture.")
 
 
-def main(argv: list[str]) -> None:
-    """Measure what the flags say."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+def settings_of_flags(settings: Any) -> Any:
+    """The dataclass with what the flags say."""
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(Settings):
+    for field in dataclasses.fields(settings):
         value, default = getattr(flags.FLAGS, field.name), field.default
         if isinstance(default, tuple):
             kind = type(default[0]) if default else str
             value = tuple(kind(one) for one in value)
         values[field.name] = value
+    return settings(**values)
+
+
+def main(argv: list[str]) -> None:
+    """Measure what the flags say."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     paths = (Path(one) if one else None for one in (flags.FLAGS.out, flags.FLAGS.plot))
-    run(Settings(**values), *paths)
+    run(settings_of_flags(Settings), *paths)
 
 
 if __name__ == "__main__":
-    define_flags()
+    define_flags(Settings)
     app.run(main)
