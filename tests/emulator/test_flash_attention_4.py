@@ -7,16 +7,11 @@ show that the checks do not cry wolf.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.emulator.third_party import run_module
 
 
 def _missing() -> list[str]:
@@ -38,15 +33,6 @@ pytestmark = [
 TOLERANCE = {"out": 1.0e-2, "lse": 5.0e-5, "grad_query": 1.2e-2, "grad_key": 2.0e-2, "grad_value": 2.5e-2}
 
 
-def run_case(**case: Any) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.emulator.flash_attention_4", json.dumps(case)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, cwd=ROOT)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -63,7 +49,7 @@ def run_case(**case: Any) -> dict[str, Any]:
     ids=lambda case: "-".join(f"{k}={v}" for k, v in case.items()),
 )
 def test_agrees_with_float64(case: dict[str, Any]) -> None:
-    result = run_case(**case)
+    result = run_module("tests.emulator.flash_attention_4", case)
     for name, error in result["errors"].items():
         assert error < TOLERANCE[name], (name, error)
     assert sum(launch["multiply_adds"] for launch in result["launches"]) > 0

@@ -42,7 +42,7 @@ void set_written(const GlobalMemory::Range& range, uint64_t address, uint64_t by
 
 }  // namespace
 
-uint8_t* resolve_global(Cta& cta, uint64_t address, uint64_t bytes, bool writes, const char* what) {
+uint8_t* resolve_global(Cta& cta, uint64_t address, uint64_t bytes, bool writes, const char* what, bool counts) {
   const GlobalMemory::Range& range = cta.scheduler().find_global(address, bytes);
   if (range.end == 0)
     throw Fault(Status::illegal_address, std::string(what) + " of " + std::to_string(bytes) +
@@ -50,13 +50,13 @@ uint8_t* resolve_global(Cta& cta, uint64_t address, uint64_t bytes, bool writes,
                                              ", which belongs to no allocation");
   if (writes) {
     set_written(range, address, bytes);
-    cta.scheduler().counts.global_written += bytes;
+    if (counts) cta.scheduler().counts.global_written += bytes;
   } else {
     if (cta.grid().options.check_uninitialized && !all_written(range, address, bytes))
       throw Fault(Status::launch_failed, std::string(what) + " reads global memory at " + hex(address) + " (byte " +
                                              std::to_string(address - range.begin) +
                                              " of its allocation), which was never written");
-    cta.scheduler().counts.global_read += bytes;
+    if (counts) cta.scheduler().counts.global_read += bytes;
   }
   return reinterpret_cast<uint8_t*>(address);
 }

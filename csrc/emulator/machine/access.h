@@ -24,8 +24,9 @@ struct SharedPlace {
 };
 SharedPlace resolve_shared(Warp& warp, uint64_t address, uint32_t bytes, const char* what);
 
-// Global memory for asynchronous copies; checks the range and, for reads, that it was written.
-uint8_t* resolve_global(Cta& cta, uint64_t address, uint64_t bytes, bool writes, const char* what);
+// Global memory for asynchronous copies; checks the range and, for reads, that it was written. The bytes are counted if
+// `counts`.
+uint8_t* resolve_global(Cta& cta, uint64_t address, uint64_t bytes, bool writes, const char* what, bool counts = true);
 
 // An access of global memory by an instruction of a warp, stamped with the warp's own time or an operation's.
 GlobalAccess global_access(const Warp& warp, const Instruction& i, AccessKind kind, Stamp stamp);

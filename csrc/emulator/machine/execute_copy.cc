@@ -374,9 +374,9 @@ void check_box(const Box& box, const Instruction& i, uint32_t offset) {
   if (!problem.empty()) throw Fault(Status::misaligned_address, "a tensor copy is not valid: " + problem);
 }
 
-void check_rows(Warp& warp, const Box& box, uint32_t offset, bool writes) {
+void check_rows(Warp& warp, const Box& box, uint32_t offset, bool writes, bool counts = true) {
   walk_box_rows(box.map, box.coordinates, offset, [&](const BoxRow& row) {
-    if (row.global_bytes != 0) resolve_global(warp.cta, row.global_address, row.global_bytes, writes, "a tensor copy");
+    if (row.global_bytes != 0) resolve_global(warp.cta, row.global_address, row.global_bytes, writes, "a tensor copy", counts);
   });
 }
 
@@ -456,18 +456,18 @@ EMULATOR_HANDLER(execute_tensor_store) {
     if (source.cta != &warp.cta)
       throw Fault(Status::illegal_address, "a tensor store reads shared memory of another CTA");
     check_box(box, i, source.offset);
-    const bool reduces = i.mode != 0;
+    const bool reduces = i.mode != 0, counts = !repeats(warp, i, lanes, lane);
     const Reduction reduction = static_cast<Reduction>(i.immediate);
     if (reduces) {
       const std::string problem = check_reduction(reduction, box.map.element);
       if (!problem.empty()) throw Fault(Status::launch_failed, "a tensor reduction is not valid: " + problem);
-      check_rows(warp, box, source.offset, false);
+      check_rows(warp, box, source.offset, false, counts);
     }
-    check_rows(warp, box, source.offset, true);
+    check_rows(warp, box, source.offset, true, counts);
     const BulkOperation bulk = start_bulk(warp, i, reduces);
     source.cta->read_shared(source.offset, bytes, bulk.read.actor(), "a tensor copy");
     record_rows(warp.cta, bulk.write, *bulk.read.knows, box, source.offset);
-    if (!repeats(warp, i, lanes, lane)) warp.cta.scheduler().counts.tensor_copy_out += bytes;
+    if (counts) warp.cta.scheduler().counts.tensor_copy_out += bytes;
     const auto data = staged(bytes);
     Grid* grid = &warp.cta.grid();
     in_bulk_group(
