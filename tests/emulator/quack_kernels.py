@@ -50,11 +50,16 @@ def gemm(case: dict[str, Any], x: Any) -> tuple[Any, np.ndarray]:
     import torch
     from quack.gemm import gemm as run_gemm
 
+    from jax_fa4 import emulator
+
     batch, rows, columns, depth = case["batch"], case["rows"], case["columns"], case["depth"]
     draw = lambda n: torch.randint(-2, 3, (batch, n, depth)).to(x.dtype)  # noqa: E731
     a, b = draw(rows), draw(columns)
     out = torch.full((batch, rows, columns), float("nan"), dtype=torch.float32)
-    semaphore = torch.zeros(1, dtype=torch.int32) if case["dynamic"] and case["arch"] == "sm_90a" else None
+    semaphore = None
+    if case["dynamic"] and case["arch"] == "sm_90a":
+        semaphore = torch.zeros(1, dtype=torch.int32)
+        emulator.add_memory(semaphore.data_ptr(), semaphore.nbytes)  # the launcher takes its address alone
     run_gemm(
         a,
         b,

@@ -273,3 +273,17 @@ def test_a_tensor_store_of_a_whole_warp_counts_once(lanes: str) -> None:
     np.testing.assert_array_equal(out.get(), np.arange(32))
     (launch,) = emulator.statistics()
     assert launch["bytes"]["tensor_copy_out"] == 128
+
+
+def test_vector_registers_of_inline_assembly() -> None:
+    body = (
+        HEAD
+        + """
+  { .reg .v4 .b32 all; mov.b32 all.x, %r1; mov.b32 all.y, 5; mov.b32 all.z, 6; mov.b32 all.w, 7;
+    st.shared.v4.b32 [tile], all; ld.shared.v4.b32 all, [tile]; add.u32 %r3, all.b, all.w; }
+  st.global.b32 [%rd1], %r3;"""
+    )
+    kernel = Kernel(entry(body, UNARY, module=".shared .align 16 .b8 tile[16];"))
+    result = Buffer(np.zeros(1, np.uint32))
+    kernel((1,), (1,), result, Buffer(INTS[:1]))
+    assert result.get()[0] == 13

@@ -23,6 +23,9 @@ from jax_fa4.ffi.preprocess import preprocess
 pytestmark = pytest.mark.gpu
 
 
+UNIT = {"bfloat16": 2.0**-7, "float16": 2.0**-10}  # distance of neighbours, of the power of two below a value
+
+
 @pytest.fixture(autouse=True)
 def needs_hopper(built_library: None) -> None:
     architecture = launch.device_architecture()
@@ -111,8 +114,7 @@ def test_attention_is_equal_but_for_roundings(
 ) -> None:
     call = arguments.read_call(*draw(7, length, key_length, 4, 2, head_dim, dtype), **options)
     gpu, emulated = forward(call)
-    rounding = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
-    # A weight or an output that rounds the other way.
+    rounding = UNIT[dtype]  # a weight or an output that rounds the other way
     largest = np.abs(np.asarray(emulated[0], np.float64)).max()
     assert compare("out", gpu[0], emulated[0]) > 0.97
     np.testing.assert_allclose(
@@ -139,7 +141,7 @@ def test_gradients_are_equal_but_for_roundings(head_dim: int, dtype: str, option
         return found.query, found.key, found.value
 
     gpu, emulated = on_both(run, call.operands, out, lse, grad_out, grad_lse)
-    rounding = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    rounding = UNIT[dtype]
     for name, mine, theirs in zip(("grad_query", "grad_key", "grad_value"), gpu, emulated, strict=True):
         mine, theirs = (np.asarray(one, np.float64) for one in (mine, theirs))
         compare(name, mine, theirs)

@@ -275,12 +275,14 @@ EMULATOR_HANDLER(execute_set_registers) {
   if (i.mode == 0 && wanted > warp.registers_per_thread)
     throw Fault(Status::launch_failed, "setmaxnreg.dec to " + std::to_string(wanted) + " registers, but the warp has " +
                                            std::to_string(warp.registers_per_thread));
-  if (i.mode == 1 && wanted < warp.registers_per_thread)
+  // What a warp has at first is an assumption: the most that its launch allows.
+  if (i.mode == 1 && wanted < warp.registers_per_thread && warp.registers_known)
     throw Fault(Status::launch_failed, "setmaxnreg.inc to " + std::to_string(wanted) + " registers, but the warp has " +
                                            std::to_string(warp.registers_per_thread));
   if (change > warp.cta.free_registers) return warp.block({Wait::Kind::registers, 0});
   warp.cta.free_registers -= change;
   warp.registers_per_thread = wanted;
+  warp.registers_known = true;
   warp.cta.scheduler().progress();
   if (change < 0) warp.cta.wake({Wait::Kind::registers, 0});
   return Flow::next;

@@ -376,7 +376,8 @@ void check_box(const Box& box, const Instruction& i, uint32_t offset) {
 
 void check_rows(Warp& warp, const Box& box, uint32_t offset, bool writes, bool counts = true) {
   walk_box_rows(box.map, box.coordinates, offset, [&](const BoxRow& row) {
-    if (row.global_bytes != 0) resolve_global(warp.cta, row.global_address, row.global_bytes, writes, "a tensor copy", counts);
+    if (row.global_bytes != 0)
+      resolve_global(warp.cta, row.global_address, row.global_bytes, writes, "a tensor copy", counts);
   });
 }
 

@@ -60,6 +60,22 @@ std::vector<Cta*> group_of(Warp& warp, int cta_group) {
 // -----------------------------------------------------------------------------------------------------------
 // allocation
 
+namespace {
+
+// A pair allocates together: true once the other CTA has come to as many allocations as this one.
+bool pair_allocates(Warp& warp) {
+  const std::vector<Cta*> pair = group_of(warp, 2);
+  Cta& other = *pair[pair[0] == &warp.cta ? 1 : 0];
+  if (warp.pair_allocations == 0) {
+    warp.pair_allocations = ++warp.cta.tensor->pair_allocations;
+    warp.cta.scheduler().progress();
+    other.wake({Wait::Kind::tensor_memory, 0});
+  }
+  return tensor_of(other).pair_allocations >= warp.pair_allocations;
+}
+
+}  // namespace
+
 // a: where the address goes; b: columns.
 EMULATOR_HANDLER(execute_tensor_allocate) {
   if (!whole_warp(warp, lanes)) return warp.block(reconvergence());
@@ -71,8 +87,10 @@ EMULATOR_HANDLER(execute_tensor_allocate) {
                 "tcgen05.alloc of " + std::to_string(columns) + " columns: accepted are powers of two from 32 to 512");
   if (tensor.relinquished) throw Fault(Status::launch_failed, "tcgen05.alloc after tcgen05.relinquish_alloc_permit");
   const SharedPlace place = resolve_shared(warp, warp.address(i, lane), 4, "tcgen05.alloc");
+  if (i.cta_group == 2 && !pair_allocates(warp)) return warp.block({Wait::Kind::tensor_memory, 0});
   const int column = tensor.allocate(static_cast<int>(columns));
   if (column < 0) return warp.block({Wait::Kind::tensor_memory, 0});
+  warp.pair_allocations = 0;
   place.cta->write_shared(place.offset, 4, actor_of(warp), "tcgen05.alloc");
   std::memcpy(place.cta->shared.data() + place.offset, &column, 4);
   warp.cta.scheduler().progress();

@@ -25,6 +25,7 @@ class TensorMemory {
   int allocated_columns() const;
 
   bool relinquished = false;
+  uint32_t pair_allocations = 0;  // tcgen05.alloc.cta_group::2 that this CTA has come to
 
   // `first_piece` and `pieces` count 16 lanes each. `offset` of a conflict is piece << 16 | column.
   Conflict read(int first_piece, int pieces, int column, int columns, const Actor& actor);

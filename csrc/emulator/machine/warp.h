@@ -176,6 +176,8 @@ class Warp {
   std::unique_ptr<TensorView> tensor_view;  // null: tcgen05.fence is not looked at
   std::unique_ptr<FenceState> fences;       // null: none yet, and no relaxed read of a flag
   int registers_per_thread = 0;             // setmaxnreg
+  bool registers_known = false;             // it was executed
+  uint32_t pair_allocations = 0;            // tcgen05.alloc.cta_group::2 that this warp completes with the other CTA
   GroupQueue bulk[kLanes];                  // per thread
   GroupQueue copies;                        // cp.async
   GroupQueue matrix;                        // wgmma

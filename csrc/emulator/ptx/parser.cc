@@ -330,10 +330,17 @@ class Parser {
 
   void registers() {
     if (current().kind != Token::Kind::directive) fail_at_token("a register type");
+    const uint32_t elements = current().is_directive(".v4") ? 4 : current().is_directive(".v2") ? 2 : 0;
+    if (elements != 0) at_++;
+    if (current().kind != Token::Kind::directive) fail_at_token("a register type");
     const std::string_view type = take().text;
     do {
       const int line = current().line;
       const std::string_view name = word("a register's name");
+      if (elements != 0) {
+        scopes_->declare_vector(name, elements, type, line);
+        continue;
+      }
       uint32_t count = 0;
       if (accept('<')) {
         count = static_cast<uint32_t>(std::min<uint64_t>(integer("a register count"), 1u << 24));
@@ -457,6 +464,15 @@ class Parser {
     if (const Register* reg = scopes_->find(name)) {
       one.kind = reg->is_predicate ? Argument::Kind::predicate : Argument::Kind::register_;
       one.reg = *reg;
+      return one;
+    }
+    if (const std::vector<Register> vector = scopes_->find_vector(name); !vector.empty()) {
+      one.kind = Argument::Kind::vector;
+      for (const Register& reg : vector) {
+        Argument& item = one.items.emplace_back();
+        item.kind = reg.is_predicate ? Argument::Kind::predicate : Argument::Kind::register_;
+        item.reg = reg;
+      }
       return one;
     }
     if (const auto symbol = names_.find(name); symbol != names_.end()) {

@@ -81,6 +81,34 @@ void Scopes::declare(std::string_view name, uint32_t count, std::string_view typ
   if (!fresh) throw PtxError(line, "register '" + std::string(name) + "' is declared twice");
 }
 
+void Scopes::declare_vector(std::string_view name, uint32_t count, std::string_view type, int line) {
+  declare(name, count, type, line);
+  Scope& scope = scopes_.back();
+  scope.vectors.insert(scope.ranges.extract(name));
+}
+
+std::vector<Register> Scopes::find_vector(std::string_view name) const {
+  std::vector<Register> all;
+  for (size_t i = scopes_.size(); i-- > 0 && all.empty();) {
+    const auto vector = scopes_[i].vectors.find(name);
+    if (vector == scopes_[i].vectors.end()) continue;
+    all.assign(vector->second.count, vector->second.first);
+    for (uint32_t at = 0; at < all.size(); at++) all[at].index += at * (all[at].is_predicate ? 1 : all[at].slots);
+  }
+  return all;
+}
+
+const Register* Scopes::find_component(std::string_view name) {
+  if (name.size() < 3 || name[name.size() - 2] != '.') return nullptr;
+  static constexpr std::string_view kPlaces = "xyzw", kColours = "rgba";
+  size_t place = kPlaces.find(name.back());
+  if (place == std::string_view::npos) place = kColours.find(name.back());
+  const std::vector<Register> all = find_vector(name.substr(0, name.size() - 2));
+  if (place >= all.size()) return nullptr;
+  found_ = all[place];
+  return &found_;
+}
+
 const Register* Scopes::find(std::string_view name) {
   std::string_view prefix;
   uint32_t number = 0;
@@ -95,7 +123,7 @@ const Register* Scopes::find(std::string_view name) {
     found_.index += number * (found_.is_predicate ? 1 : found_.slots);
     return &found_;
   }
-  return nullptr;
+  return find_component(name);
 }
 
 void Scopes::label(std::string_view name, int line) {

@@ -22,7 +22,11 @@ class Scopes {
 
   // `count` 0 declares one register `name`; otherwise name0 .. name(count-1).
   void declare(std::string_view name, uint32_t count, std::string_view type, int line);
+  // A vector of 2 or 4 registers: `name` names all of them, name.x, .y, .z and .w (or .r, .g, .b, .a) each.
+  void declare_vector(std::string_view name, uint32_t count, std::string_view type, int line);
   const Register* find(std::string_view name);
+  // The registers of a vector; none for another name.
+  std::vector<Register> find_vector(std::string_view name) const;
 
   void label(std::string_view name, int line);
   void branch_targets(std::string_view name, std::vector<std::string_view> labels, int line);
@@ -41,10 +45,12 @@ class Scopes {
   struct Scope {
     std::unordered_map<std::string_view, Register> registers;
     std::unordered_map<std::string_view, Range> ranges;
+    std::unordered_map<std::string_view, Range> vectors;
     std::unordered_map<std::string_view, int32_t> labels;
     std::unordered_map<std::string_view, std::vector<std::string_view>> lists;
     std::vector<Jump> jumps;
   };
+  const Register* find_component(std::string_view name);
   bool resolve(const Scope& scope, const Jump& jump);
 
   Entry& entry_;
