@@ -22,8 +22,10 @@ from jax_fa4.ffi.preprocess import Preprocessed, padded_length, preprocess
 from jax_fa4.kernels.blackwell.backward_plans import (
     ARCHITECTURE,
     BACKWARD_DTYPES,
+    BACKWARD_TILES,
     TILE,
     Mask,
+    Tiles,
     backward_plan,
     padded_head_dims,
 )
@@ -57,24 +59,25 @@ def _floats(problem: AttentionProblem) -> dict[str, float]:
     return {**softmax_floats(problem), "scale": float(problem.scale or 0.0)}
 
 
-def grid_of(problem: AttentionProblem) -> WorkGrid:
-    """What there is to order of a problem that the kernel takes."""
-    return backward_grid(problem, TILE, TILE, GPU, whole_group=True)
+def grid_of(problem: AttentionProblem, tiles: Tiles | None = None) -> WorkGrid:
+    """What there is to order of a problem that the kernel takes; `tiles` None: those of `BACKWARD_TILES`."""
+    tiles = tiles or BACKWARD_TILES[padded_head_dims(problem.head_dim, problem.value_dim)]
+    return backward_grid(problem, TILE, tiles.rows, GPU, ctas=tiles.ctas, whole_group=True)
 
 
-def _section_heads(problem: AttentionProblem) -> int:
+def _section_heads(problem: AttentionProblem, tiles: Tiles) -> int:
     """KV heads whose items run together: as many as fit in L2 with their group's queries, in even sections."""
-    most = max(grid_of(problem).groups_in_l2, 1)
+    most = max(grid_of(problem, tiles).groups_in_l2, 1)
     heads = problem.batch * problem.kv_heads
     section = max(one for one in range(1, min(most, heads) + 1) if heads % one == 0)
     return section if heads // section <= MAX_SECTIONS else heads
 
 
-def _integers(problem: AttentionProblem, accumulator_width: int) -> dict[str, int]:
+def _integers(problem: AttentionProblem, tiles: Tiles, accumulator_width: int) -> dict[str, int]:
     element_bytes, float_bytes = DTYPES[problem.dtype], DTYPES["float32"]
     head_bytes, value_head_bytes = problem.head_dim * element_bytes, problem.value_dim * element_bytes
     left, right = (UNBOUNDED if edge is None else min(edge, UNBOUNDED) for edge in problem.mask.band)
-    section_heads, rows = _section_heads(problem), padded_length(problem.query_length)
+    section_heads, rows = _section_heads(problem, tiles), padded_length(problem.query_length)
     integers = {
         "batch": problem.batch,
         "query_length": problem.query_length,
@@ -89,7 +92,8 @@ def _integers(problem: AttentionProblem, accumulator_width: int) -> dict[str, in
         "section_heads": section_heads,
         "sections": problem.batch * problem.kv_heads // section_heads,
         "interval_stride": 0,
-        "items": -(-problem.key_length // TILE) * problem.kv_heads * problem.batch,
+        "ctas": tiles.ctas,
+        "items": -(-problem.key_length // tiles.rows) * problem.kv_heads * problem.batch,
         "head_dim": problem.head_dim,
         "value_dim": problem.value_dim,
         "head_bytes": head_bytes,
@@ -120,10 +124,10 @@ def _only(rows: Any, tensor: jax.Array) -> jax.Array:
     return jnp.where(jnp.asarray(rows)[:, :, None, None], tensor, 0)
 
 
-def _of_mask(problem: AttentionProblem, operands: AttentionOperands) -> dict[str, Any]:
+def _of_mask(problem: AttentionProblem, operands: AttentionOperands, tiles: Tiles) -> dict[str, Any]:
     """The kernel's operands for masks from memory."""
     mask_operands = problem.mask_operands(operands)
-    table = backward_table(problem, operands, TILE, TILE, GPU, whole_group=True)
+    table = backward_table(problem, operands, TILE, tiles.rows, GPU, ctas=tiles.ctas, whole_group=True)
     _, rows = problem.intervals(operands)
     found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
     if problem.has_segment_ids:
@@ -146,7 +150,7 @@ def _seen(problem: AttentionProblem, operands: AttentionOperands, grad_out: jax.
 
 
 def _sums_and_grads(
-    problem: AttentionProblem, buffers: dict[str, Any], prepared: Preprocessed, driver: str
+    problem: AttentionProblem, buffers: dict[str, Any], prepared: Preprocessed, tiles: Tiles, driver: str
 ) -> dict[str, jax.Array]:
     """The backward kernel: float32 sums of the query gradients, and the gradients of keys and values."""
     mask = _mask_kind(problem)
@@ -154,9 +158,10 @@ def _sums_and_grads(
         problem.dtype,
         padded_head_dims(problem.head_dim, problem.value_dim),
         mask,
+        tiles=tiles,
         soft_cap=problem.logits_soft_cap is not None,
     )
-    integers = _integers(problem, prepared.accumulator.shape[-1])
+    integers = _integers(problem, tiles, prepared.accumulator.shape[-1])
     if mask != "band":
         integers["interval_stride"] = problem.key_length if buffers["lo"].shape[0] > 1 else 0
     buffers = buffers | {
@@ -188,6 +193,7 @@ def blackwell_backward(
     grad_out: jax.Array,
     grad_lse: jax.Array,
     *,
+    tiles: Tiles | None = None,
     driver: str = CUDA_DRIVER,
 ) -> AttentionOperands:
     """Cotangents of attention by the kernel of `jax_fa4.kernels.blackwell.backward`.
@@ -200,6 +206,7 @@ def blackwell_backward(
       lse: (B, T, N) float32, of the forward.
       grad_out: cotangent of `out`.
       grad_lse: cotangent of `lse`, float32.
+      tiles: sizes of the kernel; None: those of `BACKWARD_TILES`.
       driver: the driver library that launches the kernels.
 
     Returns:
@@ -214,7 +221,8 @@ def blackwell_backward(
     if problem.is_empty:
         return AttentionOperands(*(jnp.zeros_like(one) for one in operands[:3]))
     buffers: dict[str, Any] = _seen(problem, operands, grad_out.astype(problem.dtype))
-    width = padded_head_dims(problem.head_dim, problem.value_dim)[0]
+    dims = padded_head_dims(problem.head_dim, problem.value_dim)
+    width, tiles = dims[0], tiles or BACKWARD_TILES[dims]
     common: dict[str, Any] = {"architecture": ARCHITECTURE, "driver": driver}
     prepared = preprocess(
         out,
@@ -225,8 +233,8 @@ def blackwell_backward(
         **common,
     )
     if _mask_kind(problem) != "band":
-        buffers |= _of_mask(problem, operands)
-    results = _sums_and_grads(problem, buffers, prepared, driver)
+        buffers |= _of_mask(problem, operands, tiles)
+    results = _sums_and_grads(problem, buffers, prepared, tiles, driver)
     grad_query = postprocess(
         results["grad_query_sums"],
         query_length=problem.query_length,

@@ -1,21 +1,22 @@
 """Device code of the attention backward on compute capability 10.x (B200, B300), in CuTe-DSL. Imported only to build.
 
-A work item is a tile of 128 keys of one KV head; it walks the tiles of 128 queries that see them, of each query head of
-the group, so that its key and value gradients are summed where they are and leave the CTA once.
+A work item is 128 keys of one KV head, or 256 of a pair of CTAs; it walks the tiles of 128 queries that see them, of
+each query head of the group, so that its key and value gradients are summed where they are and leave the CTA once.
 
     warps  0..3      reduce      adds the query gradients of every tile to their float32 sums in global memory
     warps  4..7      compute     queries  0 ..  63 of every tile: thread t has key t; writes the values' gradients
     warps  8..11     compute     queries 64 .. 127 of every tile; writes the keys' gradients
     warp   12        mma         issues every matrix product
     warp   13        load        copies keys and values once, queries and output gradients tile by tile
-    warps 14, 15     idle
+    warp   14        relay       of a pair: tells the first CTA's mma warp that both halves of a tile's dS are there
+    warp   15        idle
 
     shared memory    key, value      (128, dim)           at the end the staging of their gradients
                      query           ring of (128, head_dim)
                      grad_out        ring of (128, value_dim)
                      grad_scores     2 x (128 keys, 64 queries)
                      statistics      ring of log-sum and delta of 128 queries
-                     staged          2 x (32, 32) float32 of each reducing warp
+                     staged          1 or 2 x (32, 32) float32 of each reducing warp
 
     tensor memory    scores, grad_probs    128 columns each; in place become probs and grad_scores, two to a column
                      grad_value, grad_key  sums of the whole item
@@ -23,9 +24,23 @@ the group, so that its key and value gradients are summed where they are and lea
 
 Everything is transposed, so that keys are rows (S = K Q^T, P = exp(S - L), dP = V dO^T, dS = P (dP - delta)):
 
-    mma        S' ..... dK = dS Q, dQ = dS^T K ....... dP' ...... dV = P' dO'        ' the next tile; product_order.py
+    mma        S' ..... dK = dS Q, dQ = dS^T K ....... dP' ..... dV = P' dO'    ' the next tile; product_order.py
     compute        S' -> P' ......................... dP' -> dS' (tensor memory for dK, shared memory for dQ)
     reduce                      dQ -> registers -> shared memory -> += global memory
+
+In a pair every product is one of both CTAs (cta_group::2), issued by the first: rows are the keys of both, and each holds
+half of B's columns. So a CTA loads 64 of a tile's queries for S, and half of the columns of all 128 for dK; likewise
+output gradients for dP and dV. dQ sums over the keys of both and is split by queries: CTA r needs the half r of dS from
+both, keeps it as its warpgroup r writes it, and sends what warpgroup 1 - r writes to the other through distributed
+shared memory.
+
+    CTA 0   keys   0 .. 127   warpgroup 0: dS (queries  0 ..  63) stays   warpgroup 1: dS (queries 64 .. 127) leaves
+    CTA 1   keys 128 .. 255   warpgroup 1: dS (queries 64 .. 127) stays   warpgroup 0: dS (queries  0 ..  63) leaves
+
+    shared memory    query, grad_out                   (64, dim), the CTA's half of the rows
+    besides          query_columns, grad_out_columns   (128, dim / 2), its half of the columns
+                     key_columns                       (256, head_dim / 2), of the keys of both
+                     leaving_grad_scores               (128 keys, 64 queries)
 
 This is the backward of FlashAttention-4 (arXiv 2603.05451, section 3.2); that each warpgroup has columns of its own, so
 that no barrier joins them, and the placing of dQ, are this kernel's.
@@ -52,7 +67,7 @@ from jax_fa4.kernels.blackwell.backward_plans import (
 )
 from jax_fa4.kernels.blackwell.parts import products, tensor_memory
 from jax_fa4.kernels.blackwell.parts.backward_shape import ELEMENT_BYTES, HALF, Context, Shape
-from jax_fa4.kernels.blackwell.parts.gradients import Compute, Reduce, fill_no_row
+from jax_fa4.kernels.blackwell.parts.gradients import Compute, Reduce, Relay, fill_no_row
 from jax_fa4.kernels.blackwell.product_order import Issue, after_loop, before_loop
 from jax_fa4.kernels.parts import boxes, by_address
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
@@ -63,6 +78,7 @@ GROUP_THREADS = 32 * WARPS_PER_GROUP
 COMPUTE_WARP = WARPS_PER_GROUP
 MMA_WARP = COMPUTE_WARP + COMPUTE_GROUPS * WARPS_PER_GROUP
 LOAD_WARP = MMA_WARP + 1
+RELAY_WARP = MMA_WARP + 2
 STATISTIC_BYTES = TILE * 4
 
 
@@ -79,44 +95,71 @@ class Load:
         """Issue every copy of the item."""
         context = self.context
         if context.total > 0:
-            place = context.key_row, context.item.head, context.item.batch
-            self.load_tile("key", context.signal("keys_landed").address(0), context.buffer("key"), place)
-            self.load_tile("value", context.signal("values_landed").address(0), context.buffer("value"), place)
+            shape, place = self.shape, (context.item.head, context.item.batch)
+            corner = (context.key_row, 0)
+            self.load_boxes("key", "keys_landed", context.buffer("key"), corner, (TILE, shape.head_dim), place)
+            self.load_boxes("value", "values_landed", context.buffer("value"), corner, (TILE, shape.value_dim), place)
+            if cutlass.const_expr(shape.ctas == 2):
+                columns = shape.head_dim // 2
+                corner, tile = (context.key_row - context.rank * TILE, context.rank * columns), (2 * TILE, columns)
+                self.load_boxes("key", "key_columns_landed", context.buffer("key_columns"), corner, tile, place)
             for head in cutlass.range(0, context.group, 1, unroll=1):
                 for step in cutlass.range(0, context.item.count, 1, unroll=1):
                     self.step(head * context.item.count + step, context.item.head * context.group + head, step)
 
     def step(self, use: Any, head: Any, step: Any) -> None:
         """One tile of queries."""
-        context = self.context
-        place = context.query_row(step), head, context.item.batch
-        self.load_stage("query", use, place)
-        self.load_statistics(use, head, place[0])
-        self.load_stage("grad_out", use, place)
+        context, shape = self.context, self.shape
+        row, place = context.query_row(step), (head, context.item.batch)
+        half, dims = context.rank * shape.query_rows, (shape.head_dim, shape.value_dim)
+        self.load_stage("query", "query", use, (row + half, 0), (shape.query_rows, dims[0]), place)
+        self.load_statistics(use, head, row)
+        self.load_stage("grad_out", "grad_out", use, (row + half, 0), (shape.query_rows, dims[1]), place)
+        if shape.ctas == 2:
+            for name, dim in zip(("grad_out", "query"), (dims[1], dims[0]), strict=True):
+                corner, tile = (row, context.rank * (dim // 2)), (TILE, dim // 2)
+                self.load_stage(name, f"{name}_columns", use, corner, tile, place)
 
-    def acquire(self, name: str, use: Int32) -> tuple[Int32, Int32]:
-        """The stage of a ring for its use-th use, when it is free, and the barrier to signal."""
-        context, stage = self.context, self.context.stage(name, use)
-        context.wait(f"{name}_free", use - self.shape.stages(name))
-        return stage, context.signal(f"{name}_landed").address(stage)
+    def acquire(self, name: str, use: Int32) -> Int32:
+        """The stage of a ring for its use-th use, when it is free."""
+        self.context.wait(f"{name}_free", use - self.shape.stages(name))
+        return self.context.stage(name, use)
 
-    def load_stage(self, name: str, use: Int32, place: tuple[Any, ...]) -> None:
-        """A tile of queries or output gradients into its ring."""
-        stage, barrier = self.acquire(name, use)
-        self.load_tile(name, barrier, self.context.buffer(name, stage), place)
+    def load_stage(
+        self, tensor: str, name: str, use: Int32, corner: tuple[Any, Any], tile: tuple[int, int], place: tuple[Any, Any]
+    ) -> None:
+        """A tile into its ring."""
+        stage = self.acquire(name, use)
+        self.load_boxes(tensor, f"{name}_landed", self.context.buffer(name, stage), corner, tile, place, stage)
 
-    def load_tile(self, name: str, barrier: Int32, to: Int32, place: tuple[Any, ...]) -> None:
-        """128 rows from `place` (row, head, batch), box by box."""
-        dim = self.shape.head_dim if name in ("query", "key") else self.shape.value_dim
-        width = box_columns(dim)
-        boxes.expect(barrier, TILE * dim * ELEMENT_BYTES)
-        for box in range(dim // width):
-            boxes.load(self.maps[name], to + box * TILE * width * ELEMENT_BYTES, (box * width, *place), barrier)
+    def load_boxes(
+        self,
+        tensor: str,
+        event: str,
+        to: Int32,
+        corner: tuple[Any, Any],
+        tile: tuple[int, int],
+        place: tuple[Any, Any],
+        stage: Any = 0,
+    ) -> None:
+        """A tile of (rows, columns) from a corner, of the tensor's `place` (head, batch): boxes of the same columns one
+        after the other. The first CTA of a pair expects what both load."""
+        (rows, columns), (row, column), ctas = tile, corner, self.shape.ctas
+        dim = self.shape.head_dim if tensor in ("query", "key") else self.shape.value_dim
+        width, box_rows = box_columns(dim), TILE if tensor in ("key", "value") else self.shape.query_rows
+        barrier = self.context.signal(event).address(stage)
+        is_expecting = None if ctas == 1 else Int32(self.context.rank == 0)
+        boxes.expect(barrier, rows * columns * ELEMENT_BYTES * ctas, is_expecting)
+        for left in range(0, columns, width):
+            for top in range(0, rows, box_rows):
+                address = to + (left * rows + top * width) * ELEMENT_BYTES
+                boxes.load(self.maps[tensor], address, (column + left, row + top, *place), barrier, ctas)
 
     def load_statistics(self, use: Int32, head: Int32, row: Int32) -> None:
         """Log-sums and deltas of a tile's queries."""
         context = self.context
-        stage, barrier = self.acquire("statistics", use)
+        stage = self.acquire("statistics", use)
+        barrier = context.signal("statistics_landed").address(stage)
         boxes.expect(barrier, 2 * STATISTIC_BYTES)
         heads = context.group * context.kv_heads
         first = (Int64(context.item.batch) * heads + head) * self.padded + row
@@ -130,6 +173,7 @@ class Mma:
 
     def __init__(self, context: Context) -> None:
         self.context, self.shape = context, context.shape
+        self.zero = Int32(0)
         self.base = cute.make_tensor(context.pointer("tensor_memory_base", Int32), cute.make_layout(1))[0]
 
     @cute.jit
@@ -139,6 +183,8 @@ class Mma:
         if context.total > 0:
             context.wait("keys_landed", Int32(0))
             context.wait("values_landed", Int32(0))
+            if cutlass.const_expr(self.shape.ctas == 2):
+                context.wait("key_columns_landed", Int32(0))
             for issue in before_loop(order):
                 self.issue(issue, Int32(0), is_first=True)
             for tile in cutlass.range(0, context.total - 1, 1, unroll=1):
@@ -146,7 +192,7 @@ class Mma:
                     self.issue(issue, tile + 1 if issue.is_next else tile, is_first=False)
             for issue in after_loop(order):
                 self.issue(issue, context.total - 1, is_first=False)
-            products.commit(context.signal("grads_ready").address(0))
+            products.commit(context.signal("grads_ready").address(0), self.shape.ctas)
 
     def issue(self, issue: Issue, tile: Any, is_first: bool) -> None:
         """One row of the table for one tile."""
@@ -154,18 +200,21 @@ class Mma:
         for wait in issue.waits:
             context.wait(wait.event, tile - wait.behind)
         tensor_memory.fence_after_wait()
+        # 0, since there are fewer tiles; but that is not known when compiling. Without it all descriptors of the loop's
+        # instructions, up to 96 words, are made before the loop, for which there are no registers.
+        self.zero = Int32(tile) >> 30
         getattr(self, f"multiply_{issue.product}")(tile, is_first)
         for event in issue.commits:
             signal = context.signal(event)
-            products.commit(signal.address(Int32(tile) & (signal.stages - 1)))
+            products.commit(signal.address(Int32(tile) & (signal.stages - 1)), self.shape.ctas)
 
     def whole(self, name: str, a: Int32, b: Int32, depth: int, accumulate: Any) -> None:
         """A product whose A is in shared memory."""
         product = self.shape.product(name)
         assert product.a is not None
         steps = range(depth // products.DEPTH)
-        out = self.shape.columns(name)
-        product.issue(self.base, out, product.a.lower(a), product.b.lower(b), steps, accumulate)
+        out, zero = self.shape.columns(name), self.zero
+        product.issue(self.base + zero, out, product.a.lower(a) + zero, product.b.lower(b) + zero, steps, accumulate)
 
     def halves(self, name: str, halves: str, b: Int32, accumulate: Any) -> None:
         """A product whose A is in tensor memory, where each half of the queries lies by itself."""
@@ -176,7 +225,7 @@ class Mma:
             first = shape.columns(halves) + (half * HALF if is_apart else 0)
             some = range(half * steps, (half + 1) * steps)
             out, adds = shape.columns(name), True if half else accumulate
-            product.issue(self.base, out, first, product.b.lower(b), some, adds)
+            product.issue(self.base + self.zero, out, first, product.b.lower(b) + self.zero, some, adds)
 
     def ring(self, name: str, tile: Int32) -> Int32:
         """Address of a tile in its ring."""
@@ -192,15 +241,20 @@ class Mma:
 
     def multiply_grad_value(self, tile: Int32, is_first: bool) -> None:
         """dV += P dO."""
-        self.halves("grad_value", "probs", self.ring("grad_out", tile), not is_first)
+        self.halves("grad_value", "probs", self.ring(self.columns_of("grad_out"), tile), not is_first)
 
     def multiply_grad_key(self, tile: Int32, is_first: bool) -> None:
         """dK += dS Q."""
-        self.halves("grad_key", "grad_probs", self.ring("query", tile), tile)
+        self.halves("grad_key", "grad_probs", self.ring(self.columns_of("query"), tile), tile)
 
     def multiply_grad_query(self, tile: Int32, is_first: bool) -> None:
         """dQ = dS^T K."""
-        self.whole("grad_query", self.context.buffer("grad_scores"), self.context.buffer("key"), TILE, False)
+        key = self.context.buffer(self.columns_of("key"))
+        self.whole("grad_query", self.context.buffer("grad_scores"), key, self.shape.items_rows, False)
+
+    def columns_of(self, name: str) -> str:
+        """The buffer whose columns are B's: a pair has halves of them apart."""
+        return f"{name}_columns" if self.shape.ctas == 2 else name
 
 
 class BlackwellBackward:
@@ -244,6 +298,10 @@ class BlackwellBackward:
         shape = self.shape
         thread, _, _ = cute.arch.thread_idx()
         block, key_tile, section = cute.arch.block_idx()
+        rank: Any = 0
+        if cutlass.const_expr(shape.ctas == 2):
+            rank = cute.arch.block_idx_in_cluster()
+            block = block // 2
         this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         visible: Any
         if cutlass.const_expr(shape.intervals):
@@ -255,13 +313,13 @@ class BlackwellBackward:
             # after the other, each from the first keys on, which causal masks let most queries see.
             visible = Band(keys, queries, offset, left, right)
             head_of_all = section * section_heads + block
-            item = visible.work_item(head_of_all // kv_heads, head_of_all % kv_heads, key_tile, TILE, TILE)
+            item = visible.work_item(head_of_all // kv_heads, head_of_all % kv_heads, key_tile, shape.items_rows, TILE)
         ids = None
         if cutlass.const_expr(shape.has_ids):
             first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
             ids = SegmentIds(key_ids + first_key, query_ids + first_query, keys, queries)
         memory = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        context = Context(shape, item, visible, ids, heads // kv_heads, kv_heads, memory)
+        context = Context(shape, item, visible, ids, heads // kv_heads, kv_heads, memory, rank)
         base_slot = context.pointer("tensor_memory_base", Int32)
         if this_warp < COMPUTE_WARP:
             fill_no_row(context, thread)
@@ -271,9 +329,9 @@ class BlackwellBackward:
             with cute.arch.elect_one():
                 context.init_signals()
         if this_warp == MMA_WARP:
-            tensor_memory.allocate(base_slot)
+            tensor_memory.allocate(base_slot, shape.ctas)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.sync()
         if this_warp < COMPUTE_WARP:
             cute.arch.setmaxregister_decrease(shape.registers("reduce"))
             Reduce(context, thread, sums_map).run()
@@ -286,13 +344,25 @@ class BlackwellBackward:
         else:
             cute.arch.setmaxregister_decrease(shape.registers("mma"))
             if this_warp == MMA_WARP:
-                Mma(context).run()
+                if rank == 0:
+                    Mma(context).run()
+            elif this_warp == RELAY_WARP:
+                if cutlass.const_expr(shape.ctas == 2):
+                    Relay(context).run()
             elif this_warp == LOAD_WARP:
                 maps = {"query": query_map, "key": key_map, "value": value_map, "grad_out": grad_out_map}
                 Load(context, maps, (lse_log2, delta), padded).run()
-        cute.arch.sync_threads()
+        self.sync()
         if this_warp == MMA_WARP:
-            tensor_memory.deallocate()
+            tensor_memory.deallocate(shape.ctas)
+
+    def sync(self) -> None:
+        """All threads of the CTA, or of the pair: before others use its barriers, and before its memory goes."""
+        if self.shape.ctas == 2:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
     def tensor_map(self, operation: Any, pointer: cute.Pointer, dim: int, rows: int, width: int) -> cute.CopyAtom:
         """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""
@@ -312,13 +382,18 @@ class BlackwellBackward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tensor, sums = tensors
         dims = (self.shape.head_dim, self.shape.head_dim, self.shape.value_dim, self.shape.value_dim)
+        rows = (self.shape.query_rows, TILE, TILE, self.shape.query_rows)
+        loads = zip(dims, rows, strict=True)
         maps = (
-            *(self.tensor_map(load, tensor, dim, TILE, box_columns(dim)) for dim in dims),
+            *(self.tensor_map(load, tensor, dim, box_rows, box_columns(dim)) for dim, box_rows in loads),
             self.tensor_map(store, sums, self.shape.head_dim, WARP_ROWS, STAGED_COLUMNS),
             *(self.tensor_map(store, tensor, dim, WARP_ROWS, box_columns(dim)) for dim in dims[1:3]),
         )
         self.kernel(*maps, *pointers, *integers, *floats).launch(
-            grid=(1, 1, 1), block=(self.shape.plan.threads, 1, 1), min_blocks_per_mp=1
+            grid=self.shape.plan.cluster,
+            block=(self.shape.plan.threads, 1, 1),
+            cluster=self.shape.plan.cluster if self.shape.ctas == 2 else None,
+            min_blocks_per_mp=1,
         )
 
 

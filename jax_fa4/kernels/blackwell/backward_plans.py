@@ -25,7 +25,6 @@ WARPS_PER_GROUP = 4
 COMPUTE_GROUPS = 2  # each has one half of a tile's queries
 STATISTICS_STAGES = 2
 STAGED_COLUMNS = 32  # float32 of a row of 128 bytes, in which query gradients are added to global memory
-STAGED_SLOTS = 2  # of each reducing warp
 WARP_ROWS = 32
 Mask = Literal["band", "intervals", "ids"]
 MASKS: tuple[Mask, ...] = ("band", "intervals", "ids")
@@ -36,7 +35,7 @@ SCALARS = (
     *("section_heads", "interval_stride"),
 )
 SIZES = (
-    *("batch", "sections", "items", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
+    *("batch", "sections", "items", "ctas", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
     *("query_row_bytes", "key_row_bytes", "value_row_bytes", "grad_out_row_bytes"),
     *("query_batch_bytes", "key_batch_bytes", "value_batch_bytes", "grad_out_batch_bytes"),
     *("sum_columns", "sum_row_bytes", "sum_head_bytes", "sum_batch_bytes"),
@@ -53,6 +52,8 @@ class Tiles:
         query_stages: stages of the ring of queries; a power of two.
         grad_out_stages: of the ring of output gradients; a power of two.
         columns: first column of tensor memory of each product, and of the probs.
+        ctas: that share an item: 2 for a pair, each with 128 of its keys.
+        staged_slots: boxes of query gradients that a reducing warp has on their way.
         registers: of a thread of the reduction, of the computation and of the other warps: 512 for each column of one
             thread per warpgroup, computation twice.
     """
@@ -62,6 +63,13 @@ class Tiles:
     grad_out_stages: int
     columns: tuple[tuple[str, int], ...]
     registers: tuple[int, int, int]
+    ctas: int = 1
+    staged_slots: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Keys of an item."""
+        return self.ctas * TILE
 
 
 def _columns(scores: int, probs: int, grad_probs: int, value: int, key: int, query: int) -> tuple[tuple[str, int], ...]:
@@ -69,17 +77,23 @@ def _columns(scores: int, probs: int, grad_probs: int, value: int, key: int, que
     return tuple(zip(names, (scores, probs, grad_probs, value, key, query), strict=True))
 
 
-# A reducing thread holds 96 sums, a computing one 64 probs and 32 or 64 scores, the issuing one descriptors: the only
-# split of 512 under which none of them spills (the compiled kernels' stack is 0).
-REGISTERS = (112, 152, 96)
-# (head_dim, value_dim), padded. All 512 columns are used where head_dim is 128: query gradients then lie over the
-# gradients of the probs. At 64 they have columns of their own. At 192 scores and gradients of the probs share theirs.
+# A reducing thread holds up to 96 sums, a computing one 64 probs and 32 or 64 scores. Of the splits of 512 that were
+# compiled, (112, 152, 96) and (96, 160, 96) among them, this one spills least: nothing without caps and ids.
+REGISTERS = (120, 152, 88)
+# (head_dim, value_dim), padded. At 64 query gradients have columns of their own; at 96 they lie over the gradients of
+# the probs, and at 192 those share the columns of the scores too. At 128 all 512 columns are used; a pair computes
+# 64 rows of query gradients each, 64 columns, which fit between the probs of the two warpgroups, and reads half of B
+# and adds half of the sums: 2560 clocks of shared memory per tile in place of 3328 (product_order.py).
 BACKWARD_TILES: dict[tuple[int, int], Tiles] = {
     (64, 64): Tiles("apart", 2, 2, _columns(0, 0, 128, 256, 320, 384), REGISTERS),
     (96, 96): Tiles("over_grad_probs", 2, 1, _columns(0, 0, 128, 256, 352, 128), REGISTERS),
-    (128, 128): Tiles("over_grad_probs", 2, 1, _columns(0, 0, 128, 256, 384, 128), REGISTERS),
+    (128, 128): Tiles("pair", 1, 1, _columns(0, 0, 128, 256, 384, 32), REGISTERS, ctas=2, staged_slots=1),
     (192, 128): Tiles("serial", 1, 1, _columns(320, 448, 320, 0, 128, 320), REGISTERS),
 }
+
+
+# head_dim 128 with one CTA to an item, with which the pair is compared.
+SINGLE_128 = Tiles("over_grad_probs", 2, 1, _columns(0, 0, 128, 256, 384, 128), REGISTERS)
 
 
 def padded_head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -100,7 +114,7 @@ def box_columns(dim: int) -> int:
     return 64 if dim % 64 == 0 else 32
 
 
-def _tensor_maps(dtype: str, head_dim: int, value_dim: int) -> tuple[TensorMap, ...]:
+def _tensor_maps(dtype: str, head_dim: int, value_dim: int, ctas: int) -> tuple[TensorMap, ...]:
     """(column, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by the rows of one copy."""
     of_query = ("query", "query", "heads", head_dim, "head_dim", "head_bytes")
     of_key = ("key", "key", "kv_heads", head_dim, "head_dim", "head_bytes")
@@ -117,10 +131,10 @@ def _tensor_maps(dtype: str, head_dim: int, value_dim: int) -> tuple[TensorMap, 
             swizzle_bytes=box_columns(dim) * DTYPES[dtype],
         )
         for name, rows, (layout, side, heads, dim, dim_name, head_bytes) in (
-            ("query", TILE, of_query),
+            ("query", TILE // ctas, of_query),
             ("key", TILE, of_key),
             ("value", TILE, of_value),
-            ("grad_out", TILE, of_grad_out),
+            ("grad_out", TILE // ctas, of_grad_out),
             ("grad_key", WARP_ROWS, of_key),
             ("grad_value", WARP_ROWS, of_value),
         )
@@ -145,12 +159,12 @@ def _tensor_memory(head_dim: int, value_dim: int, tiles: Tiles) -> tuple[TensorB
         "grad_probs": TILE,
         "grad_value": value_dim,
         "grad_key": head_dim,
-        "grad_query": head_dim,
+        "grad_query": head_dim // tiles.ctas,
     }
     over = {
         "probs": ("scores",),
         "grad_probs": ("scores",) if begin["grad_probs"] == begin["scores"] else (),
-        "grad_query": {"apart": (), "over_grad_probs": ("grad_probs",), "over_scores": ("scores", "probs")}.get(
+        "grad_query": {"apart": (), "over_grad_probs": ("grad_probs",), "pair": ("scores", "probs")}.get(
             tiles.order, ("scores", "probs", "grad_probs")
         ),
     }
@@ -159,13 +173,28 @@ def _tensor_memory(head_dim: int, value_dim: int, tiles: Tiles) -> tuple[TensorB
 
 def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) -> tuple[Event, ...]:
     """Copies and products arrive once; of the others one lane of each warp does."""
-    compute_warps = COMPUTE_GROUPS * WARPS_PER_GROUP
+    compute_warps, ctas = COMPUTE_GROUPS * WARPS_PER_GROUP, tiles.ctas
     load, mma = (("load", 1),), (("mma", 1),)
-    compute, reduce = (("compute", compute_warps),), (("reduce", WARPS_PER_GROUP),)
+    compute, compute_all = (("compute", compute_warps),), (("compute", ctas * compute_warps),)
+    reduce_all = (("reduce", ctas * WARPS_PER_GROUP),)
     statistics_bytes = 2 * TILE * DTYPES["float32"]
+    of_pair: tuple[Event, ...] = ()
+    if ctas == 2:
+        half_of_scores = TILE * TILE // COMPUTE_GROUPS * 2
+        landed = (("compute", WARPS_PER_GROUP), ("relay", 1))
+        of_pair = (
+            Event("key_columns_landed", load, ("mma",), 1, 1, key_bytes * ctas),
+            Event("query_columns_landed", load, ("mma",), 1, 1, query_bytes),
+            Event("query_columns_free", mma, ("load",), 1, 1),
+            Event("grad_out_columns_landed", load, ("mma",), 1, 1, value_bytes),
+            Event("grad_out_columns_free", mma, ("load",), 1, 1),
+            Event("grad_scores_landed", landed, ("relay",), WARPS_PER_GROUP + 1, 1, half_of_scores),
+            Event("grad_scores_exchanged", (("relay", ctas),), ("mma",), ctas),
+        )
     return (
-        Event("keys_landed", load, ("mma",), 1, 1, key_bytes),
-        Event("values_landed", load, ("mma",), 1, 1, value_bytes),
+        *of_pair,
+        Event("keys_landed", load, ("mma",), 1, 1, key_bytes * ctas),
+        Event("values_landed", load, ("mma",), 1, 1, value_bytes * ctas),
         Event("query_landed", load, ("mma",), 1, tiles.query_stages, query_bytes),
         Event("query_free", mma, ("load",), 1, tiles.query_stages),
         Event("grad_out_landed", load, ("mma",), 1, tiles.grad_out_stages, value_bytes),
@@ -173,11 +202,11 @@ def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) ->
         Event("statistics_landed", load, ("compute",), 1, STATISTICS_STAGES, statistics_bytes),
         Event("statistics_free", compute, ("load",), compute_warps, STATISTICS_STAGES),
         Event("scores_ready", mma, ("compute",), 1),
-        Event("probs_ready", compute, ("mma",), compute_warps),
+        Event("probs_ready", compute_all, ("mma",), ctas * compute_warps),
         Event("grad_probs_ready", mma, ("compute",), 1),
-        Event("grad_scores_ready", compute, ("mma",), compute_warps),
+        Event("grad_scores_ready", compute_all, ("mma",), ctas * compute_warps),
         Event("grad_query_ready", mma, ("reduce", "compute"), 1),
-        Event("grad_query_drained", reduce, ("mma",), WARPS_PER_GROUP),
+        Event("grad_query_drained", reduce_all, ("mma",), ctas * WARPS_PER_GROUP),
         Event("grads_ready", mma, ("compute",), 1),
     )
 
@@ -189,22 +218,33 @@ def _roles(tiles: Tiles) -> tuple[Role, ...]:
         Role("compute", COMPUTE_GROUPS * WARPS_PER_GROUP, compute),
         Role("mma", 1, other),
         Role("load", 1, other),
-        Role("idle", 2, other),
+        *((Role("relay", 1, other), Role("idle", 1, other)) if tiles.ctas == 2 else (Role("idle", 2, other),)),
     )
 
 
 def _shared(tiles: Tiles, query_bytes: int, value_bytes: int) -> tuple[SharedBuffer, ...]:
     """Tiles of 128 rows, key gradients over the keys; what a row's softmax needs; staging of the reduction."""
-    row_bytes = STAGED_COLUMNS * DTYPES["float32"]
+    row_bytes, half = STAGED_COLUMNS * DTYPES["float32"], COMPUTE_GROUPS
+    of_pair: tuple[SharedBuffer, ...] = ()
+    of_query = query_bytes, value_bytes
+    if tiles.ctas == 2:
+        of_query = query_bytes // half, value_bytes // half
+        of_pair = (
+            SharedBuffer("key_columns", query_bytes, alignment=1024),
+            SharedBuffer("query_columns", of_query[0], alignment=1024),
+            SharedBuffer("grad_out_columns", of_query[1], alignment=1024),
+            SharedBuffer("leaving_grad_scores", TILE * TILE // half * 2, alignment=1024),
+        )
     return (
         SharedBuffer("key", query_bytes, alignment=1024),
         SharedBuffer("staged_grad_key", query_bytes, alignment=1024, over="key"),
         SharedBuffer("value", value_bytes, alignment=1024),
         SharedBuffer("staged_grad_value", value_bytes, alignment=1024, over="value"),
-        SharedBuffer("query", query_bytes, tiles.query_stages, alignment=1024),
-        SharedBuffer("grad_out", value_bytes, tiles.grad_out_stages, alignment=1024),
+        SharedBuffer("query", of_query[0], tiles.query_stages, alignment=1024),
+        SharedBuffer("grad_out", of_query[1], tiles.grad_out_stages, alignment=1024),
+        *of_pair,
         SharedBuffer("grad_scores", TILE * TILE // COMPUTE_GROUPS * 2, COMPUTE_GROUPS, alignment=1024),
-        SharedBuffer("staged_grad_query", WARP_ROWS * row_bytes, WARPS_PER_GROUP * STAGED_SLOTS, alignment=1024),
+        SharedBuffer("staged_grad_query", WARP_ROWS * row_bytes, WARPS_PER_GROUP * tiles.staged_slots, alignment=1024),
         SharedBuffer("statistics", 2 * TILE * DTYPES["float32"], STATISTICS_STAGES),
         SharedBuffer("no_row", TILE * DTYPES["float32"]),
         SharedBuffer("tensor_memory_base", 16),
@@ -245,9 +285,10 @@ def backward_plan(
     tiles = tiles or BACKWARD_TILES[head_dims]
     of_mask = ("item_table", "lo", "hi") if mask in ("intervals", "ids") else ()
     of_ids = ("query_ids", "key_ids") if mask == "ids" else ()
-    grid = (Extent((("section_heads", 1),)), Extent((("key_length", TILE),)), Extent((("sections", 1),)))
+    first = "items" if of_mask else "section_heads"
+    grid = (Extent(((first, 1), ("ctas", 1))), Extent((("key_length", tiles.rows),)), Extent((("sections", 1),)))
     if of_mask:
-        grid = (Extent((("items", 1),)), Extent(), Extent())
+        grid = (grid[0], Extent(), Extent())
     query_bytes, value_bytes = (TILE * dim * DTYPES[dtype] for dim in head_dims)
     return KernelPlan(
         kernel="backward",
@@ -260,6 +301,7 @@ def backward_plan(
             ("mask", mask),
             ("soft_cap", soft_cap),
             ("order", tiles.order),
+            ("ctas", tiles.ctas),
         ),
         # The sums of the query gradients, zeroed, arrive in the buffer of the result of that name.
         operands=("query", "key", "value", "grad_out", "zeroed_sums", "lse_log2", "delta", *of_mask, *of_ids),
@@ -269,7 +311,8 @@ def backward_plan(
         parameters=_parameters(("lse_log2", "delta", *of_mask, *of_ids)),
         grid=grid,
         roles=_roles(tiles),
-        tensor_maps=_tensor_maps(dtype, *head_dims),
+        tensor_maps=_tensor_maps(dtype, *head_dims, tiles.ctas),
+        cluster=(tiles.ctas, 1, 1),
         shared=_shared(tiles, query_bytes, value_bytes),
         tensor_memory=_tensor_memory(*head_dims, tiles),
         events=_events(tiles, query_bytes, query_bytes, value_bytes),

@@ -41,15 +41,26 @@ class Issue:
     commits: tuple[str, ...] = ()
 
 
-def _body(order: str, waits: dict[str, tuple[Wait, ...]]) -> tuple[Issue, ...]:
+SINGLE = {
+    "S": Issue("scores", True, (Wait("query_landed"),), ("scores_ready",)),
+    "dP": Issue("grad_probs", True, (Wait("grad_out_landed"),), ("grad_probs_ready",)),
+    "dV": Issue("grad_value", True, (Wait("probs_ready"),), ("grad_out_free",)),
+    "dK": Issue("grad_key", False, (Wait("grad_scores_ready"),), ("query_free",)),
+    "dQ": Issue("grad_query", False, (), ("grad_query_ready",)),
+}
+# A CTA of a pair loads half of the rows of queries and output gradients, for S and dP, and half of their columns, for
+# dK and dV; and each gets the half of dS that belongs to its half of the queries from both.
+PAIR = {
+    "S": Issue("scores", True, (Wait("query_landed"),), ("scores_ready", "query_free")),
+    "dP": Issue("grad_probs", True, (Wait("grad_out_landed"),), ("grad_probs_ready", "grad_out_free")),
+    "dV": Issue("grad_value", True, (Wait("probs_ready"), Wait("grad_out_columns_landed")), ("grad_out_columns_free",)),
+    "dK": Issue("grad_key", False, (Wait("grad_scores_ready"), Wait("query_columns_landed")), ("query_columns_free",)),
+    "dQ": Issue("grad_query", False, (Wait("grad_scores_exchanged"),), ("grad_query_ready",)),
+}
+
+
+def _body(order: str, waits: dict[str, tuple[Wait, ...]], products: dict[str, Issue] = SINGLE) -> tuple[Issue, ...]:
     """A table from the products' short names in order, and what each waits for besides its operands."""
-    products = {
-        "S": Issue("scores", True, (Wait("query_landed"),), ("scores_ready",)),
-        "dP": Issue("grad_probs", True, (Wait("grad_out_landed"),), ("grad_probs_ready",)),
-        "dV": Issue("grad_value", True, (Wait("probs_ready"),), ("grad_out_free",)),
-        "dK": Issue("grad_key", False, (Wait("grad_scores_ready"),), ("query_free",)),
-        "dQ": Issue("grad_query", False, (), ("grad_query_ready",)),
-    }
     return tuple(
         Issue(one.product, one.is_next, one.waits + waits.get(name, ()), one.commits)
         for name, one in ((name, products[name]) for name in order.split())
@@ -63,7 +74,14 @@ ORDERS: dict[str, tuple[Issue, ...]] = {
     "over_grad_probs": _body("S dK dQ dP dV", {"dP": (Wait("grad_query_drained", 1),)}),
     # dQ lies over the scores beside the probs: it waits until the next scores are read, and the scores after those
     # until dQ is. That leaves dS the time of two products to reach both CTAs of a pair.
-    "over_scores": _body("S dK dP dQ dV", {"S": (Wait("grad_query_drained", 2),), "dQ": (Wait("probs_ready", -1),)}),
+    "pair": _body(
+        "S dK dP dQ dV",
+        {
+            "S": (Wait("grad_query_drained", 2),),
+            "dQ": (Wait("grad_query_drained", 1), Wait("probs_ready", -1)),
+        },
+        PAIR,
+    ),
     # S, dP and dQ share columns: one tile after the other.
     "serial": _body("dK dQ S dP dV", {"S": (Wait("grad_query_drained", 1),), "dP": (Wait("probs_ready"),)}),
 }

@@ -22,6 +22,19 @@ def load_flat(source: cute.Pointer, to: Int32, size: int, barrier: Int32) -> Non
     assembly(text, [], to, Int64(source.toint()), Int32(size), barrier)
 
 
+def in_cta(address: Int32, rank: Any) -> Int32:
+    """Address, in the cluster's shared memory, of the same place in the CTA of that rank."""
+    found: Int32 = assembly("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], address, Int32(rank), has_effect=False)
+    return found
+
+
+def send(to: Int32, source: Int32, size: int, barrier: Int32) -> None:
+    """Copy `size` bytes of this CTA's shared memory to another's and signal them to `barrier` there (addresses by
+    `in_cta`)."""
+    copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    assembly(_ELECT + copy + " [$0], [$1], $2, [$3]; }", [], to, source, Int32(size), barrier)
+
+
 def add(tensor_map: Int64, source: Int32, corner: tuple[Any, Any, Any, Any]) -> None:
     """Add a box of float32 of shared memory to the tensor, in the elected lane's current bulk group."""
     text = (

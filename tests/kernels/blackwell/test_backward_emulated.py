@@ -15,6 +15,7 @@ import pytest
 from jax_fa4 import arguments, emulator
 from jax_fa4.ffi import launch
 from jax_fa4.ffi.blackwell_backward import blackwell_backward
+from jax_fa4.kernels.blackwell.backward_plans import SINGLE_128
 from tests.kernels.forward_checks import draw, in_float64
 from tests.kernels.gradient_checks import check_gradients
 
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("blackwell")
 IDS = np.random.default_rng(6).integers(0, 4, (2, 300)).astype(np.int32)
 
 
-def gradients(tensors: Any, seed: int = 0, completion: str = "random", **options: Any) -> tuple[Any, ...]:
+def gradients(
+    tensors: Any, seed: int = 0, completion: str = "random", tiles: Any = None, **options: Any
+) -> tuple[Any, ...]:
     """Cotangents by the kernel, from the exact output and log-sum-exp; the call; the cotangents that it was given."""
     emulator.set_options(seed=seed, completion=completion)
     call = arguments.read_call(*tensors, **options)
@@ -32,15 +35,15 @@ def gradients(tensors: Any, seed: int = 0, completion: str = "random", **options
     rng = np.random.default_rng(seed + 100)
     grad_out = jnp.asarray(rng.standard_normal(out.shape), call.problem.dtype)
     grad_lse = jnp.asarray(rng.standard_normal(lse.shape), jnp.float32)
+    driver = launch.emulated_driver((10, 0))
     results = jnp.asarray(out, call.problem.dtype), jnp.asarray(lse, jnp.float32)
-    found = blackwell_backward(
-        call.problem, call.operands, *results, grad_out, grad_lse, driver=launch.emulated_driver((10, 0))
-    )
+    grads = grad_out, grad_lse
+    found = blackwell_backward(call.problem, call.operands, *results, *grads, tiles=tiles, driver=driver)
     return found[:3], call, grad_out, grad_lse
 
 
-def check(tensors: Any, seed: int = 0, completion: str = "random", **options: Any) -> None:
-    check_gradients(*gradients(tensors, seed, completion, **options))
+def check(tensors: Any, seed: int = 0, completion: str = "random", tiles: Any = None, **options: Any) -> None:
+    check_gradients(*gradients(tensors, seed, completion, tiles, **options))
 
 
 @pytest.mark.parametrize("completion", ["random", "eager", "lazy"])
@@ -49,6 +52,11 @@ def test_pipeline_under_every_order(head_dim: int, completion: str) -> None:
     tensors = draw(1, (1, 384, 2, head_dim), 256, 1, "bfloat16")
     for seed in range(2):
         check(tensors, seed, completion, is_causal=True, causal_alignment="bottom_right")
+
+
+@pytest.mark.parametrize("completion", ["random", "lazy"])
+def test_one_cta_to_an_item_where_a_pair_is_usual(completion: str) -> None:
+    check(draw(4, (1, 300, 2, 128), 200, 1, "bfloat16"), 1, completion, tiles=SINGLE_128, is_causal=True)
 
 
 @pytest.mark.parametrize(

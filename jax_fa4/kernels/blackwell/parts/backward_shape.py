@@ -13,6 +13,7 @@ from cutlass import Int32, Int64
 from jax_fa4.kernels.blackwell.backward_plans import COMPUTE_GROUPS, TILE, box_columns
 from jax_fa4.kernels.blackwell.parts.products import Product, SharedOperand
 from jax_fa4.kernels.blackwell.product_order import ORDERS, Issue
+from jax_fa4.kernels.parts import by_address
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.signals import Signal
 from jax_fa4.kernels.plan import KernelPlan
@@ -30,6 +31,7 @@ class Shape:
     dtype: Any
     head_dim: int  # padded
     value_dim: int  # padded
+    ctas: int  # that share an item and every product: 1, or 2
     order: tuple[Issue, ...]
     intervals: bool  # masks from memory, else by arithmetic
     has_ids: bool  # masked tiles may have to compare ids
@@ -45,6 +47,7 @@ class Shape:
             dtype=ELEMENTS[option("dtype")],
             head_dim=option("head_dim"),
             value_dim=option("value_dim"),
+            ctas=option("ctas"),
             order=ORDERS[option("order")],
             intervals=mask in ("intervals", "ids"),
             has_ids=mask == "ids",
@@ -72,24 +75,37 @@ class Shape:
         """Whether probs have columns of their own; else each half lies over its half of the scores."""
         return self.columns("probs") != self.columns("scores")
 
+    @property
+    def items_rows(self) -> int:
+        """Keys of an item."""
+        return self.ctas * TILE
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of queries that a CTA loads for S and dP: a pair's halves are B's columns."""
+        return TILE // self.ctas
+
     @staticmethod
-    def operand(dim: int, is_transposed: bool = False) -> SharedOperand:
-        """A tile of 128 rows of `dim` columns in shared memory."""
-        return SharedOperand(box_columns(dim) * ELEMENT_BYTES, TILE, is_transposed)
+    def operand(dim: int, is_transposed: bool = False, rows: int = TILE) -> SharedOperand:
+        """A tile of `dim` columns in shared memory, in boxes of that many rows."""
+        return SharedOperand(box_columns(dim) * ELEMENT_BYTES, rows, is_transposed)
 
     def product(self, name: str) -> Product:
-        """One of the five products; see `product_order`."""
-        of_head, of_value = self.operand(self.head_dim), self.operand(self.value_dim)
-        head_rows, value_rows = self.operand(self.head_dim, True), self.operand(self.value_dim, True)
-        grad_scores = self.operand(HALF, True)
+        """One of the five products; see `product_order`.
+
+        In a pair each CTA has half of B's columns; where those are columns of a tensor, it has one box of them.
+        """
+        head, value, rows = self.head_dim, self.value_dim, self.query_rows
         columns, a, b = {
-            "scores": (TILE, of_head, of_head),
-            "grad_probs": (TILE, of_value, of_value),
-            "grad_value": (self.value_dim, None, value_rows),
-            "grad_key": (self.head_dim, None, head_rows),
-            "grad_query": (self.head_dim, grad_scores, head_rows),
+            "scores": (TILE, self.operand(head), self.operand(head, rows=rows)),
+            "grad_probs": (TILE, self.operand(value), self.operand(value, rows=rows)),
+            "grad_value": (value, None, self.operand(value // self.ctas, True)),
+            "grad_key": (head, None, self.operand(head // self.ctas, True)),
+            "grad_query": (head, self.operand(HALF, True), self.operand(head // self.ctas, True)),
         }[name]
-        return Product(TILE, columns, a, b, self.dtype is cutlass.BFloat16)
+        # Rows are keys, 128 of each CTA; those of dQ are queries.
+        product_rows = TILE if name == "grad_query" else self.items_rows
+        return Product(product_rows, columns, a, b, self.dtype is cutlass.BFloat16, self.ctas)
 
 
 @dataclass(frozen=True)
@@ -103,11 +119,12 @@ class Context:
     group: Int32  # query heads that share the KV head
     kv_heads: Int32
     memory: cute.Pointer  # dynamic shared memory
+    rank: Any  # of this CTA in its pair; 0 where there are no pairs
 
     @property
     def key_row(self) -> Int32:
-        """First key of the item."""
-        return self.item.query_tile * TILE
+        """First key of this CTA."""
+        return self.item.query_tile * self.shape.items_rows + self.rank * TILE
 
     @property
     def total(self) -> Int32:
@@ -132,11 +149,14 @@ class Context:
         return cute.recast_ptr(self.memory + self.shape.plan.shared_offsets[name], dtype=kind)
 
     def signal(self, name: str) -> Signal:
-        """The barriers of an event."""
+        """The barriers of an event; of a pair, those that the tensor core's warp waits for are the first CTA's."""
         plan = self.shape.plan
         event = next(one for one in plan.events if one.name == name)
         pointer = cute.recast_ptr(self.memory + plan.event_offsets[name], dtype=Int64)
-        return Signal(pointer, event.stages, event.count)
+        in_leader = None
+        if self.shape.ctas == 2 and event.waiters == ("mma",):
+            in_leader = by_address.in_cta(Int32(pointer.toint()), 0)
+        return Signal(pointer, event.stages, event.count, in_leader)
 
     def wait(self, event: str, use: Any) -> None:
         """Wait for an event's use-th time; holds at once for use -1."""

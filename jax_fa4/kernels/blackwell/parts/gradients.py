@@ -21,7 +21,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from jax_fa4.kernels.blackwell.backward_plans import STAGED_COLUMNS, STAGED_SLOTS, TILE, WARP_ROWS, box_columns
+from jax_fa4.kernels.blackwell.backward_plans import (
+    STAGED_COLUMNS,
+    TILE,
+    WARP_ROWS,
+    WARPS_PER_GROUP,
+    box_columns,
+)
 from jax_fa4.kernels.blackwell.parts import tensor_memory
 from jax_fa4.kernels.blackwell.parts.backward_shape import ELEMENT_BYTES, HALF, Context
 from jax_fa4.kernels.parts import boxes, by_address
@@ -35,6 +41,7 @@ VECTOR = 4  # words of 16 bytes
 ROW_BYTES = HALF * ELEMENT_BYTES  # of dS in shared memory: 128, the swizzle's width
 Pair = tuple[Float32, Float32]
 LOADED_COLUMNS = 96  # query gradients that a reducing thread holds at once; 128 do not fit its registers
+LOADED_COLUMNS_WIDE = 64  # where there are more than four pieces, whose places take registers too
 
 
 class Compute:
@@ -61,7 +68,17 @@ class Compute:
 
     def _place_grad_scores(self) -> None:
         """Where the thread writes its row of dS in shared memory, swizzled: 16-byte pieces trade places by row."""
-        row = self.context.buffer("grad_scores", self.group) + self.thread * ROW_BYTES + (self.thread & 7) * 16
+        context = self.context
+        if self.shape.ctas == 1:
+            half = context.buffer("grad_scores", self.group)
+        else:
+            # What belongs to this CTA's queries stays, in its keys' place; the rest leaves for the other.
+            mine = context.buffer("grad_scores", context.rank)
+            self.stays = self.group == context.rank
+            half = cutlass.select_(self.stays, mine, context.buffer("leaving_grad_scores"))
+            self.leaving = half + self.thread // 32 * WARP_ROWS * ROW_BYTES
+            self.arriving = by_address.in_cta(mine + self.leaving - half, 1 - context.rank)
+        row = half + self.thread * ROW_BYTES + (self.thread & 7) * 16
         # A fragment has half of the row's pieces.
         self.grad_scores = [row ^ ((self.first[part] - self.group * HALF) * ELEMENT_BYTES) for part in range(FRAGMENTS)]
 
@@ -99,6 +116,18 @@ class Compute:
         self.context.signal("statistics_free").arrive_elected(self.context.stage("statistics", use))
         by_address.fence_for_async()
         self.signal("grad_scores_ready")
+        if self.shape.ctas == 2:
+            self.exchange()
+
+    @cute.jit
+    def exchange(self) -> None:
+        """Tell of the half of dS that stays, or send the half that belongs to the other CTA."""
+        landed = self.context.signal("grad_scores_landed")
+        if self.stays:
+            landed.arrive_elected(0)
+        else:
+            there = by_address.in_cta(landed.address(0), 1 - self.context.rank)
+            by_address.send(self.arriving, self.leaving, WARP_ROWS * ROW_BYTES, there)
 
     def signal(self, event: str) -> None:
         """Tell of what was written to tensor memory."""
@@ -251,6 +280,23 @@ def _both(value: float) -> Pair:
     return Float32(value), Float32(value)
 
 
+class Relay:
+    """One warp of each CTA of a pair: tells the first one's tensor core when both halves of its dS are there."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    @cute.jit
+    def run(self) -> None:
+        """Every tile."""
+        context = self.context
+        landed, size = context.signal("grad_scores_landed"), context.shape.stage_bytes("leaving_grad_scores")
+        for use in cutlass.range(0, context.total, 1, unroll=1):
+            boxes.expect(landed.address(0), size)
+            context.wait("grad_scores_landed", use)
+            context.signal("grad_scores_exchanged").arrive_elected(0)
+
+
 class Reduce:
     """One warpgroup: adds every tile's query gradients to their sums in global memory, 32 queries a warp."""
 
@@ -259,9 +305,15 @@ class Reduce:
         self.warp, lane = thread // 32, thread % 32
         self.lanes = tensor_memory.lanes_of(self.warp)
         self.sums_map = boxes.address_of(sums_map)
-        self.staged = context.buffer("staged_grad_query", self.warp * STAGED_SLOTS)
+        self.slots = self.shape.stages("staged_grad_query") // WARPS_PER_GROUP
+        self.staged = context.buffer("staged_grad_query", self.warp * self.slots)
         self.row = self.staged + lane * STAGED_COLUMNS * 4 + (lane & 7) * 16
-        self.pieces = self.shape.head_dim // STAGED_COLUMNS
+        self.pieces = self.shape.head_dim // self.shape.ctas // STAGED_COLUMNS
+        self.first_row, self.first_column = self.warp * WARP_ROWS, Int32(0)
+        if self.shape.ctas == 2:
+            # A product of a pair with 64 rows in each CTA: lanes 64 and up have the second half of the columns.
+            self.first_row = context.rank * HALF + (self.warp & 1) * WARP_ROWS
+            self.first_column = (self.warp >> 1) * (self.shape.head_dim // 2)
 
     @cute.jit
     def run(self) -> None:
@@ -278,24 +330,26 @@ class Reduce:
         context.wait("grad_query_ready", use)
         tensor_memory.fence_after_wait()
         loaded: list[Any] = []
+        ahead = (LOADED_COLUMNS if self.pieces <= 4 else LOADED_COLUMNS_WIDE) // STAGED_COLUMNS
         for piece in range(self.pieces):
-            while len(loaded) < min(self.pieces, piece + LOADED_COLUMNS // STAGED_COLUMNS):
+            while len(loaded) < min(self.pieces, piece + ahead):
                 loaded.append(tensor_memory.load(columns + len(loaded) * STAGED_COLUMNS, STAGED_COLUMNS))
                 if len(loaded) == self.pieces:
                     tensor_memory.wait_loads()
                     tensor_memory.fence_before_arrival()
                     context.signal("grad_query_drained").arrive_elected(0)
-            corner = (piece * STAGED_COLUMNS, context.query_row(step) + self.warp * WARP_ROWS, head)
+            column = self.first_column + piece * STAGED_COLUMNS
+            corner = (column, context.query_row(step) + self.first_row, head)
             self.add(use, piece, loaded[piece], corner)
 
     def add(self, use: Int32, piece: int, sums: Any, corner: tuple[Any, Any, Any]) -> None:
         """Stage 32 columns, when the copy before the last has read its slot, and add them to global memory."""
         slot_bytes = self.shape.stage_bytes("staged_grad_query")
         # Slots take turns; which is known when compiling, unless a tile has an odd number of pieces.
-        fixed, moving = (piece % STAGED_SLOTS) * slot_bytes, Int32(0)
-        if self.pieces % STAGED_SLOTS:
-            fixed, moving = 0, ((use + piece) & (STAGED_SLOTS - 1)) * slot_bytes
-        cute.arch.cp_async_bulk_wait_group(STAGED_SLOTS - 1, read=True)
+        fixed, moving = (piece % self.slots) * slot_bytes, Int32(0)
+        if self.pieces % self.slots:
+            fixed, moving = 0, ((use + piece) & (self.slots - 1)) * slot_bytes
+        cute.arch.cp_async_bulk_wait_group(self.slots - 1, read=True)
         cute.arch.sync_warp()
         for column in range(0, STAGED_COLUMNS, VECTOR):
             by_address.write_four((self.row + moving) ^ (column * 4), sums[column : column + VECTOR], fixed)
