@@ -28,7 +28,7 @@ Everything is transposed, so that keys are rows (S = K Q^T, P = exp(S - L), dP =
     compute        S' -> P' ......................... dP' -> dS' (tensor memory for dK, shared memory for dQ)
     reduce                      dQ -> registers -> shared memory -> += global memory
 
-In a pair every product is one of both CTAs (cta_group::2), issued by the first: rows are the keys of both, and each holds
+    mma        S' ..... dK = dS Q, dQ = dS^T K ....... dP' ...... dV = P' dO'       (' is the next tile)
 half of B's columns. So a CTA loads 64 of a tile's queries for S, and half of the columns of all 128 for dK; likewise
 output gradients for dP and dV. dQ sums over the keys of both and is split by queries: CTA r needs the half r of dS from
 both, keeps it as its warpgroup r writes it, and sends what warpgroup 1 - r writes to the other through distributed
