@@ -15,7 +15,7 @@ from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.problem import AttentionOperands, PlannedGrids
 from jax_fa4.schedule import order
 from jax_fa4.segments import read_call
-from tests.inputs import IMPLEMENTATIONS, assert_close, draw
+from tests.inputs import assert_close, draw
 
 LENGTH = 96
 HOPPER = ARCHITECTURES["sm_90"]
@@ -60,9 +60,11 @@ def with_tables(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (9, 4)}], ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", ["known", "traced", "argument"])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": (9, 4)}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [("known", "blockwise"), ("traced", "blockwise"), ("argument", "blockwise"), ("argument", "reference")],
+)
 def test_plans_equal_ids(kind, implementation, options):
     tensors, ids = draw(0, query_length=LENGTH, key_length=LENGTH, query_heads=4), packed_ids(0)
     wanted = gradients(*tensors, ids, implementation=implementation, **options)
@@ -83,7 +85,7 @@ def test_different_ids_of_queries_and_keys():
     jax.tree.map(assert_close, jax.jit(lambda plan: gradients(*tensors, plan, **options))(plan), wanted)
 
 
-@pytest.mark.parametrize("leading", [(), (1,), (2, 3)], ids=str)
+@pytest.mark.parametrize("leading", [(), (2, 3)], ids=str)
 def test_any_leading_dimensions(leading):
     ids = np.broadcast_to(packed_ids(3)[0], (*leading, LENGTH))
     q, k, v = (
@@ -142,8 +144,12 @@ def test_tables_are_looked_up(with_tables):
     call = read_call(*tensors, segment_ids=plan, is_causal=True)
     raw = read_call(*tensors, segment_ids=ids, is_causal=True)
     for table in (order.forward_table, order.backward_table):
-        looked_up = table(call.problem, call.operands, *TILES, HOPPER)
-        made = table(raw.problem, raw.operands, *TILES, HOPPER)
+        looked_up, made = (
+            jax.jit(lambda operands, problem=one.problem, table=table: table(problem, operands, *TILES, HOPPER))(
+                one.operands
+            )
+            for one in (call, raw)
+        )
         for ours, theirs in zip(looked_up, made, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     assert re.search(r"i32\[2,96\] = sort", str(jaxpr))
@@ -213,8 +219,8 @@ def test_new_ids_do_not_recompile():
         return gradients(*tensors, jax_fa4.plan_segments(ids, is_causal=True), is_causal=True)
 
     for seed in range(4):
-        ids = packed_ids(seed)
-        jax.tree.map(assert_close, step(jnp.asarray(ids)), gradients(*tensors, ids, is_causal=True))
+        ids = jnp.asarray(packed_ids(seed))
+        jax.tree.map(assert_close, step(ids), gradients(*tensors, ids, is_causal=True))
     assert len(compiled) == 1
 
 
@@ -234,9 +240,9 @@ def test_planning_is_linear_and_has_no_loop():
     assert ratio < 5
 
 
-@pytest.mark.parametrize("length", [262144])
-def test_memory_of_a_long_row_is_linear(length):
+def test_memory_of_a_long_row_is_linear():
     """256k tokens, forward and backward: temporaries are a few times the operands."""
+    length = 262144
 
     def step(query, key, value, ids):
         plan = jax_fa4.plan_segments(ids, is_causal=True)

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_fa4.cost import ARCHITECTURES, ItemCost
+from jax_fa4.ffi import hopper_backward
 from jax_fa4.problem import NO_CONSTANTS, AttentionOperands, AttentionProblem, HostArray, MaskConstants
 from jax_fa4.schedule import order
 from jax_fa4.schedule.order import Column, Policy, WorkGrid, make_table
 from jax_fa4.schedule.simulate import simulate
 from jax_fa4.schedule.tiles import MaskOperands, MaskRule, key_intervals, query_intervals, tile_bounds
 
-B200 = ARCHITECTURES["sm_100"]
+B200, HOPPER = ARCHITECTURES["sm_100"], ARCHITECTURES["sm_90"]
 TABLES = {"forward": order.forward_table, "backward": order.backward_table}
 TILES = {"forward": (256, 128), "backward": (128, 128)}
 
@@ -197,6 +198,22 @@ SKEWED = {
 @pytest.mark.parametrize("packing", SKEWED)
 def test_skewed_packings_stay_near_the_bound(packing, heads, direction):
     assert ratio(table_of(problem(1, 0, *heads, ids=SKEWED[packing]), direction)) <= 1.10
+
+
+@pytest.mark.parametrize("direction", TABLES)
+@pytest.mark.parametrize("heads", [(16, 16), (16, 2), (16, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("packing", SKEWED)
+def test_skewed_packings_on_hopper(packing, heads, direction):
+    """The tiles of the Hopper kernels, whose backward walks whole groups of query heads, or parts of them."""
+    the_problem = problem(1, 0, *heads, ids=SKEWED[packing])
+    if direction == "forward":
+        table = order.forward_table(the_problem, AttentionOperands(), 192, 80, HOPPER)
+    else:
+        grid = hopper_backward.grid_of(the_problem)
+        the_problem = dataclasses.replace(the_problem, kv_heads=grid.heads)
+        sizes = grid.column_tile, grid.row_tile
+        table = order.backward_table(the_problem, AttentionOperands(), *sizes, HOPPER, whole_group=True)
+    assert ratio(table, HOPPER.sms) <= 1.10
 
 
 @pytest.mark.parametrize("direction", TABLES)
