@@ -15,6 +15,7 @@
 #include "runtime/launcher.h"
 #include "runtime/registry.h"
 #include "runtime/tensor_map.h"
+#include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -173,6 +174,8 @@ nb::capsule HandlerOf(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
 NB_MODULE(_native, module) {
   module.doc() = "The compiled part of jax_fa4: drivers, kernel registry, launcher and XLA handlers.";
   jax_fa4::BindRecipe(module);
+  // What of XLA's interface the handlers were built for; an older framework refuses them, and with them all of JAX.
+  module.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   jax_fa4::BindRegistry(module);
   jax_fa4::BindParts(module);
   module.def("handler", [](const std::string& name) {

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import types
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,16 +47,37 @@ def native() -> types.ModuleType:
         ) from error
     try:
         module.set_binary_finder(register_stored)
+        built_for = module.ffi_api_version
     except AttributeError as error:
         raise ImportError(
             f"jax_fa4's compiled part is older than its Python part ({error}). Build it again: `pip install .`, or "
             "`make ext` in a clone."
         ) from error
+    offered = _offered_api_version()
+    if offered is not None and (built_for[0] != offered[0] or built_for > offered):
+        raise ImportError(
+            f"jax_fa4's compiled part was built for XLA's FFI {built_for[0]}.{built_for[1]}, and the installed jaxlib "
+            f"offers {offered[0]}.{offered[1]}. Install a newer jaxlib, or build jax_fa4 against this one: "
+            "`pip install --no-build-isolation .`."
+        )
     module.declare_driver(CUDA_DRIVER, _CUDA_LIBRARY, False)
     cuda = {"initialize": module.handler("initialize"), "execute": module.handler("launch_on_cuda")}
     jax.ffi.register_ffi_target(TARGET, cuda, platform="CUDA", api_version=1)
     jax.ffi.register_ffi_target(TARGET, module.handler("launch_on_host"), platform="cpu", api_version=1)
     return module
+
+
+def _offered_api_version() -> tuple[int, int] | None:
+    """The version of XLA's FFI in the installed jaxlib, as its headers say; None where they do not.
+
+    Asked before registering anything: XLA refuses newer handlers only when a backend starts, and then JAX has none.
+    """
+    try:
+        text = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    except OSError:
+        return None
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    return None if None in found else (int(found[0][1]), int(found[1][1]))  # type: ignore[index]
 
 
 def declare_driver(name: str, path: str, *, takes_ptx: bool, capability: tuple[int, int] = (0, 0)) -> None:

@@ -64,6 +64,14 @@ def test_unregistered_kernel_is_an_error_with_the_remedy(stub: Stub) -> None:
         jax.block_until_ready(jax.jit(lambda: call(driver="stub", **unknown))())
 
 
+def test_an_older_jaxlib_is_told_before_anything_is_registered(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, JAX 0.8.0 with a build against 0.10: the refusal comes when a backend starts, and JAX has none then."""
+    assert launch.native().ffi_api_version <= launch._offered_api_version()
+    monkeypatch.setattr(launch, "_offered_api_version", lambda: (0, 1))
+    with pytest.raises(ImportError, match=r"built for XLA's FFI 0\.\d+, and the installed jaxlib offers 0\.1"):
+        launch.native.__wrapped__()
+
+
 def test_grid_beyond_the_device_is_refused(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "find", stub_binary)
     plan = fill_plan(grid=(Extent(), Extent((("count", 1),)), Extent()))
