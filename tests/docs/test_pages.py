@@ -51,7 +51,7 @@ def test_readme_examples_run_and_explain_prints_what_it_shows(capsys, monkeypatc
     monkeypatch.setenv("JAX_FA4_TARGET", "cpu")
     readme = (ROOT / "README.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
     namespace = {}
     for example in examples:
         exec(compile(example, "README.md", "exec"), namespace)
