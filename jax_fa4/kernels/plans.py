@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jax_fa4.kernels.blackwell import plans as blackwell
 from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, SHORT_TILES, forward_plan
 from jax_fa4.kernels.plan import (
     DTYPES,
@@ -143,3 +144,4 @@ def bundled_plans() -> Iterator[KernelPlan]:
             for tiles in (FORWARD_TILES[head_dim], SHORT_TILES[head_dim]):
                 for mask in MASKS:
                     yield forward_plan(dtype, head_dim, mask, tiles=tiles)
+    yield from blackwell.bundled_plans()

@@ -50,13 +50,11 @@ from jax_fa4.kernels.blackwell.geometry import FRAGMENT, HEAD_FRAGMENTS, KEY_TIL
 from jax_fa4.kernels.blackwell.parts import products, tensor_memory
 from jax_fa4.kernels.blackwell.parts.correction import Correction, Epilogue
 from jax_fa4.kernels.blackwell.parts.products import SharedOperand
-from jax_fa4.kernels.blackwell.parts.shape import ELEMENT_BYTES, Context, Shape
+from jax_fa4.kernels.blackwell.parts.shape import ELEMENT_BYTES, Call, Context, Memory, Shape
 from jax_fa4.kernels.blackwell.parts.softmax import Softmax
 from jax_fa4.kernels.parts import boxes
-from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.row_softmax import RowStatistics
 from jax_fa4.kernels.parts.signals import Cursor
-from jax_fa4.kernels.parts.tile_mask import SegmentIds
 from jax_fa4.kernels.plan import KernelPlan
 
 GROUP_THREADS = 32 * WARPS_PER_GROUP
@@ -74,8 +72,8 @@ TAIL_STEPS = range(HEAD_STEPS.stop, KEY_TILE // products.DEPTH)
 class Load:
     """One warp: the first keys and the queries, then values and keys in the order in which they are needed."""
 
-    def __init__(self, context: Context, maps: tuple[cute.CopyAtom, ...], kv_head: Int32) -> None:
-        self.context, self.shape, self.kv_head = context, context.shape, kv_head
+    def __init__(self, context: Context, maps: tuple[cute.CopyAtom, ...], group_size: Int32) -> None:
+        self.context, self.shape, self.kv_head = context, context.shape, context.item.head // group_size
         self.query_map, self.key_map, self.value_map = (boxes.address_of(one) for one in maps)
         self.key_place, self.value_place = Cursor(self.shape.key_stages), Cursor(self.shape.value_stages)
 
@@ -283,54 +281,36 @@ class BlackwellForward:
             rank = query_tile % 2
             query_tile = query_tile // 2
         this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        visible: Any
-        if cutlass.const_expr(shape.intervals):
-            item = WorkItem.read(items, block)
-            first_row = Int64(item.batch) * interval_stride
-            visible = RowIntervals(queries, lo + first_row, hi + first_row)
-        else:
-            visible = Band(queries, keys, offset, left, right)
-            # Blocks start in the order of x, then y, then z: sections of heads one after the other, each with its
-            # longest query tiles first.
-            head_of_all = section * section_heads + block
-            from_last = cute.ceil_div(queries, shape.rows) - 1 - query_tile
-            places = head_of_all // heads, head_of_all % heads, from_last
-            item = visible.work_item(*places, shape.rows, KEY_TILE)
-        ids = None
-        if cutlass.const_expr(shape.has_ids):
-            first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
-            ids = SegmentIds(query_ids + first_query, key_ids + first_key, queries, keys)
-        memory = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        context = Context(shape, item, visible, ids, heads, memory, rank)
-        base_slot = context.pointer("tensor_memory_base", Int32)
+        memory = Memory(shape, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024), rank)
+        tables, lengths, band = (items, lo, hi, query_ids, key_ids), (queries, keys), (offset, left, right)
+        call = Call(memory, (block, query_tile, section), tables, lengths, heads, band, section_heads, interval_stride)
         if this_warp == LOAD_WARP:
             for tensor_map in (query_map, key_map, value_map):
                 cpasync.prefetch_descriptor(tensor_map)
             with cute.arch.elect_one():
-                context.init_signals()
+                memory.init_signals()
         if this_warp == MMA_WARP:
-            tensor_memory.allocate(base_slot, shape.ctas)
+            tensor_memory.allocate(memory.pointer("tensor_memory_base", Int32), shape.ctas)
         cute.arch.mbarrier_init_fence()
         self.meet()
         if this_warp < CORRECTION_WARP:
             cute.arch.setmaxregister_increase(shape.registers("softmax"))
-            statistics = RowStatistics.create(scale_log2, slack)
-            stage = this_warp // WARPS_PER_GROUP
-            Softmax(context, stage, thread % GROUP_THREADS, statistics, cap_log2).run()
+            statistics, stage = RowStatistics.create(scale_log2, slack), this_warp // WARPS_PER_GROUP
+            Softmax(call.context(), stage, thread % GROUP_THREADS, statistics, cap_log2).run()
         elif this_warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(shape.registers("correction"))
-            correction = Correction(context, thread % GROUP_THREADS, scale_log2)
+            correction = Correction(call.context(), thread % GROUP_THREADS, scale_log2)
             correction.run()
             correction.finish(lse, sinks)
         else:
             cute.arch.setmaxregister_decrease(shape.registers("mma"))
             if this_warp == MMA_WARP:
                 if rank == 0:
-                    Mma(context).run()
+                    Mma(call.context()).run()
             elif this_warp == EPILOGUE_WARP:
-                Epilogue(context, out_map).run()
+                Epilogue(call.context(), out_map).run()
             elif this_warp == LOAD_WARP:
-                Load(context, (query_map, key_map, value_map), item.head // (heads // kv_heads)).run()
+                Load(call.context(), (query_map, key_map, value_map), heads // kv_heads).run()
         self.meet()
         if this_warp == MMA_WARP:
             tensor_memory.deallocate(shape.ctas)

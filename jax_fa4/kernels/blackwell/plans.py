@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,16 +69,16 @@ class Tiles:
 
 # (head_dim, value_dim), padded. Shares of emulated exponentials: see docs/sass.md.
 FORWARD_TILES: dict[tuple[int, int], Tiles] = {
-    (64, 64): Tiles(5, 5, 44, (192, 72, 56), has_own_probs=True),
-    (96, 96): Tiles(4, 3, 16, (192, 72, 56)),
-    (128, 128): Tiles(3, 2, 16, (192, 72, 56)),
-    (192, 128): Tiles(2, 1, 16, (192, 72, 56)),
+    (64, 64): Tiles(5, 5, 44, (192, 80, 48), has_own_probs=True),
+    (96, 96): Tiles(4, 3, 16, (192, 80, 48)),
+    (128, 128): Tiles(3, 2, 16, (192, 80, 48)),
+    (192, 128): Tiles(2, 1, 16, (192, 80, 48)),
 }
 
 
 # Where nothing but the end of the keys is masked, a pair of CTAs shares keys and values: each reads and holds half.
 PAIR_TILES: dict[tuple[int, int], Tiles] = {
-    (128, 128): Tiles(5, 5, 24, (192, 72, 56), ctas=2),
+    (128, 128): Tiles(5, 5, 24, (192, 80, 48), ctas=2),
 }
 
 
@@ -280,3 +282,12 @@ def forward_plan(
         tensor_memory=_tensor_memory(value_dim, tiles),
         events=_events(tiles, query_bytes * tiles.ctas, key_bytes * tiles.ctas, value_bytes * tiles.ctas),
     )
+
+
+def bundled_plans() -> Iterator[KernelPlan]:
+    """Plans whose binaries the wheel carries: every mask, without a cap and sinks."""
+    for architecture, dtype in itertools.product(ARCHITECTURE_NAMES, FORWARD_DTYPES):
+        for dims, mask in itertools.product(FORWARD_TILES, MASKS):
+            yield forward_plan(dtype, dims, mask, architecture=architecture)
+        for dims, tiles in PAIR_TILES.items():
+            yield forward_plan(dtype, dims, "causal", tiles=tiles_for(architecture, tiles), architecture=architecture)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from jax_fa4.kernels.parts.assembly import assembly
@@ -39,24 +40,36 @@ def bits_of_other_ids(row_id: Int32, ids: Any, first_column: Int32) -> Uint32:
     return word
 
 
-def hide(scores: list[Any], lo: Int32 | None, hi: Int32, first_column: Int32) -> None:
-    """Set to -inf the scores of a row that lie outside [lo, hi).
+def hidden_words(lo: Int32 | None, hi: Int32, first_column: Int32, columns: int) -> list[Uint32]:
+    """Words of the columns outside [lo, hi), a bit for each.
 
     Args:
-        scores: float32 of consecutive columns, a multiple of 32 of them; changed in place.
         lo: first visible column, or None where that is known to be 0.
         hi: first column after the visible ones.
-        first_column: column of the first score.
+        first_column: column of the first bit.
+        columns: how many, a multiple of 32.
     """
-    for start in range(0, len(scores), WORD):
-        hidden = hidden_bits(lo, hi, first_column + start)
-        for bit in range(WORD):
-            is_hidden = ((hidden >> bit) & 1) != 0
-            scores[start + bit] = cutlass.select_(is_hidden, -Float32.inf, scores[start + bit])
+    return [hidden_bits(lo, hi, first_column + start) for start in range(0, columns, WORD)]
 
 
-def hide_other_ids(scores: Any, columns: int, row_id: Int32, ids: Any, first_column: Int32) -> None:
-    """Set to -inf the scores of a row against keys of other ids; `ids` is a `tile_mask.SegmentIds`."""
-    for column in range(columns):
-        is_same = ids.of_key(first_column + column) == row_id
-        scores[column] = cutlass.select_(is_same, scores[column], -Float32.inf)
+def hide(scores: list[Any], words: list[Any]) -> None:
+    """Set to -inf the scores of a row whose bits are set; changed in place."""
+    for column in range(len(scores)):
+        is_hidden = ((words[column // WORD] >> (column % WORD)) & 1) != 0
+        scores[column] = cutlass.select_(is_hidden, -Float32.inf, scores[column])
+
+
+@cute.jit
+def hide_other_ids(words: cute.Tensor, row_id: Int32, ids: Any, first_column: Int32) -> None:
+    """Set the bits of keys whose ids differ from the row's; `ids` is a `tile_mask.SegmentIds`.
+
+    A lane loads the id of one column of each word, and all lanes see each in turn; a loop, since that is rare.
+    """
+    count = cutlass.const_expr(cute.size(words))
+    mine = cute.make_rmem_tensor((count,), Int32)
+    for word in cutlass.range_constexpr(count):
+        mine[word] = ids.of_key(first_column + word * WORD + cute.arch.lane_idx())
+    for bit in cutlass.range(WORD, unroll=1):
+        for word in cutlass.range_constexpr(count):
+            is_other = cute.arch.shuffle_sync(mine[word], bit) != row_id
+            words[word] = words[word] | (Uint32(is_other) << Uint32(bit))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_fa4
 from jax_fa4 import arguments
 from jax_fa4.ffi import blackwell_forward as wrapper
+from jax_fa4.ffi import launch
 from jax_fa4.ffi.launch import LaunchError
+from jax_fa4.kernels import attention, bundle
 from jax_fa4.kernels.blackwell.geometry import emulated_pairs
 from jax_fa4.kernels.blackwell.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, forward_plan, padded_head_dims
 from jax_fa4.kernels.plan import KernelPlan, PlanError
@@ -78,3 +82,37 @@ def test_empty_problems_need_no_kernel() -> None:
     out, lse = wrapper.blackwell_forward(*arguments.read_call(query, key, key)[:2])
     assert not np.asarray(out).any()
     assert (np.asarray(lse) == -np.inf).all()
+
+
+@pytest.mark.parametrize(("target", "architecture"), [("sm_100", "sm_100f"), ("sm_103", "sm_103a")])
+def test_calls_are_lowered_and_exported_without_a_gpu(target: str, architecture: str) -> None:
+    """For a machine that has one: the program names the kernel's binary by its content."""
+    query, key = jnp.zeros((1, 300, 4, 128), jnp.bfloat16), jnp.zeros((1, 400, 2, 128), jnp.bfloat16)
+    with jax_fa4.target(target) as chosen:
+        found = attention.architecture_of(chosen)
+        assert found is not None
+        assert found.name == architecture
+        call = arguments.read_call(query, key, key, is_causal=True)
+
+        def forward(operands: Any) -> Any:
+            return attention.kernels_of(chosen).forward(call.problem, operands, driver=launch.CUDA_DRIVER)
+
+        plan = wrapper.plan_of(call.problem, architecture)
+        if bundle.why_unavailable(plan) is not None:
+            pytest.skip("needs the kernel's binary")
+        checks = [jax.export.DisabledSafetyCheck.custom_call(launch.TARGET)]
+        exported = jax.export.export(jax.jit(forward), platforms=["cuda"], disabled_checks=checks)(call.operands)
+    text = exported.mlir_module()
+    assert launch.TARGET in text
+    assert bundle.find(plan).content_hash in text
+    assert [one.shape for one in exported.out_avals] == [(1, 300, 4, 128), (1, 300, 4)]
+
+
+def test_explained_without_a_gpu() -> None:
+    query = jnp.zeros((1, 2048, 4, 128), jnp.bfloat16)
+    with jax_fa4.target("sm_100"):
+        dense = str(jax_fa4.explain(query, query, query, implementation="emulated"))
+        causal = str(jax_fa4.explain(query, query, query, implementation="emulated", is_causal=True))
+    assert "512 queries x 128 keys" in dense
+    assert "256 queries x 128 keys" in causal
+    assert "not yet run on Blackwell silicon" in causal

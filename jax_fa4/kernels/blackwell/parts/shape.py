@@ -15,6 +15,7 @@ from jax_fa4.kernels.blackwell.parts.products import Product, SharedOperand
 from jax_fa4.kernels.parts.assembly import assembly
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.signals import Signal
+from jax_fa4.kernels.parts.tile_mask import SegmentIds
 from jax_fa4.kernels.plan import KernelPlan
 
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -114,22 +115,12 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Context:
-    """What every role shares: the item, what its rows see, the buffers and the events."""
+class Memory:
+    """A CTA's buffers and events in shared memory."""
 
     shape: Shape
-    item: WorkItem
-    visible: Band | RowIntervals
-    ids: Any  # SegmentIds, or None where nothing compares them
-    heads: Int32
     memory: cute.Pointer  # dynamic shared memory
     rank: Any  # of this CTA in its pair; 0 where there are no pairs
-
-    def first_row(self, stage: Any) -> Int32:
-        """First query row of this CTA's tile of a stage: the tiles of a pair lie next to each other, as a product takes
-        them."""
-        tile = Int32(stage) * self.shape.ctas + self.rank
-        return self.item.query_tile * self.shape.rows + tile * TILE_ROWS
 
     def buffer(self, name: str, stage: Any = 0) -> Int32:
         """Shared-memory address of a stage of a buffer."""
@@ -161,8 +152,64 @@ class Context:
         for event in self.shape.plan.events:
             self.signal(event.name).init()
 
+
+@dataclass(frozen=True)
+class Context(Memory):
+    """What every role shares: the buffers and the events, the item, what its rows see."""
+
+    item: WorkItem
+    visible: Band | RowIntervals
+    ids: Any  # SegmentIds, or None where nothing compares them
+    heads: Int32
+
+    def first_row(self, stage: Any) -> Int32:
+        """First query row of this CTA's tile of a stage: the tiles of a pair lie next to each other, as a product takes
+        them."""
+        tile = Int32(stage) * self.shape.ctas + self.rank
+        return self.item.query_tile * self.shape.rows + tile * TILE_ROWS
+
     def row_sink(self, sinks: Any) -> Any:
         """The head's sink, or None."""
         if not self.shape.has_sinks:
             return None
         return cute.make_tensor(sinks + self.item.head, cute.make_layout(1))[0]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The kernel's arguments that say what this CTA works on.
+
+    Each role makes its own context of them: what was found before the roles part would take registers of every role.
+    """
+
+    memory: Memory
+    block: tuple[Int32, Int32, Int32]
+    tables: tuple[Any, ...]  # work table, lo, hi, query ids, key ids; None where the plan has none
+    lengths: tuple[Int32, Int32]  # queries, keys
+    heads: Int32
+    band: tuple[Int32, Int32, Int32]  # offset, left, right
+    section_heads: Int32
+    interval_stride: Int32
+
+    def context(self) -> Context:
+        """The item, what its rows see, and everything else."""
+        shape, (queries, keys) = self.memory.shape, self.lengths
+        (block, query_tile, section), (items, lo, hi, query_ids, key_ids) = self.block, self.tables
+        visible: Any
+        if shape.intervals:
+            item = WorkItem.read(items, block)
+            first_row = Int64(item.batch) * self.interval_stride
+            visible = RowIntervals(queries, lo + first_row, hi + first_row)
+        else:
+            visible = Band(queries, keys, *self.band)
+            # Blocks start in the order of x, then y, then z: sections of heads one after the other, each with its
+            # longest query tiles first.
+            head = section * self.section_heads + block
+            from_last = cute.ceil_div(queries, shape.rows) - 1 - query_tile
+            item = visible.work_item(head // self.heads, head % self.heads, from_last, shape.rows, KEY_TILE)
+        ids = None
+        if shape.has_ids:
+            first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
+            ids = SegmentIds(query_ids + first_query, key_ids + first_key, queries, keys)
+        memory = self.memory
+        return Context(shape, memory.memory, memory.rank, item, visible, ids, self.heads)

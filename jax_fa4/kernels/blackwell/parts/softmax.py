@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 from jax_fa4.kernels.blackwell.geometry import FRAGMENT, FRAGMENTS, HEAD_FRAGMENTS, KEY_TILE
 from jax_fa4.kernels.blackwell.parts import tensor_memory
@@ -14,7 +14,7 @@ from jax_fa4.kernels.blackwell.parts.shape import Context
 from jax_fa4.kernels.parts.assembly import assembly
 from jax_fa4.kernels.parts.exp2 import ScaledRow
 from jax_fa4.kernels.parts.rounding import round_pair
-from jax_fa4.kernels.parts.row_mask import hide, hide_other_ids
+from jax_fa4.kernels.parts.row_mask import hidden_words, hide, hide_other_ids
 from jax_fa4.kernels.parts.row_softmax import RowStatistics, cap, highest_of
 
 FACTOR_BARRIER = 1  # named barriers 1 .. 8: a warp of the softmax (stage, warp) and the correction warp of its rows
@@ -45,6 +45,9 @@ class Softmax:
         probs = [self.shape.columns(f"probs_{one}") for one in range(2)]
         self.probs = lanes + probs[0] + stage * (probs[1] - probs[0])
         self.query_row = context.first_row(stage) + thread
+        has_lo = self.shape.has_left or self.shape.intervals
+        self.lo = context.visible.lo(self.query_row) if has_lo else None
+        self.hi = context.visible.hi(self.query_row)
 
     @cute.jit
     def run(self) -> None:
@@ -71,9 +74,10 @@ class Softmax:
     def step(self, step: Any, is_masked: bool, is_first: bool) -> None:
         """One tile: scores from tensor memory, probs back to it."""
         context, statistics = self.context, self.statistics
+        words = self.hidden_words(step) if is_masked else None
         context.signal("scores_ready").wait(self.stage, step)
         tensor_memory.fence_after_wait()
-        scores, highest = self.load_scores(step, is_masked)
+        scores, highest = self.load_scores(words)
         factor = None
         if is_first:
             scaled = statistics.take_first(highest)
@@ -88,15 +92,18 @@ class Softmax:
         powers = self.store_probs(scores, scaled, is_masked)
         statistics.add(powers, factor)
 
-    def load_scores(self, step: Any, is_masked: bool) -> tuple[list[Any], Float32]:
-        """The row's scores, capped and masked, and the highest of them."""
-        if self.shape.loads_max and not is_masked and not self.shape.has_cap:
+    def load_scores(self, words: list[Any] | None) -> tuple[list[Any], Float32]:
+        """The row's scores, capped, without those whose bits in `words` are set; and the highest of them."""
+        if self.shape.loads_max and words is None and not self.shape.has_cap:
             found = [tensor_memory.load_with_max(self.scores, FRAGMENT, one * FRAGMENT) for one in range(FRAGMENTS)]
             return [score for scores, _ in found for score in scores], highest_of([highest for _, highest in found])
         scores: list[Any] = []
         for fragment in range(FRAGMENTS):
             scores += tensor_memory.load(self.scores, FRAGMENT, fragment * FRAGMENT)
-        self.finish_scores(scores, step, is_masked)
+        if self.shape.has_cap:
+            cap(scores, self.cap_log2)
+        if words is not None:
+            hide(scores, words)
         return scores, highest_of(scores)
 
     def release_scores(self, step: Any, is_first: bool) -> None:
@@ -108,33 +115,24 @@ class Softmax:
             self.context.signal("out_updated").wait(self.stage, step - 1)
             tensor_memory.fence_after_wait()
 
-    def finish_scores(self, scores: list[Any], step: Any, is_masked: bool) -> None:
-        """Cap the raw scores, and hide the keys outside the row's interval."""
-        shape, visible = self.shape, self.context.visible
-        if shape.has_cap:
-            cap(scores, self.cap_log2)
-        if not is_masked:
-            return
+    def hidden_words(self, step: Any) -> list[Any]:
+        """Bits of the keys of a step that the row does not see."""
         first_column = self.context.item.key_tile(step) * KEY_TILE
-        lo = visible.lo(self.query_row) if shape.has_left or shape.intervals else None
-        hide(scores, lo, visible.hi(self.query_row), first_column)
-        if shape.has_ids:
-            self.compare_ids(scores, first_column)
-
-    def compare_ids(self, scores: list[Any], first_column: Int32) -> None:
-        """Hide the keys whose ids differ from the row's, in items whose ids lie in no simple order."""
-        ids = self.context.ids
-        fragment = cute.make_rmem_tensor((KEY_TILE,), Float32)
-        for column in range(KEY_TILE):
-            fragment[column] = scores[column]
-        self._compare_ids(fragment, ids.of_query(self.query_row), first_column)
-        for column in range(KEY_TILE):
-            scores[column] = fragment[column]
+        words: list[Any] = hidden_words(self.lo, self.hi, first_column, KEY_TILE)
+        if self.shape.has_ids:
+            tensor = cute.make_rmem_tensor((len(words),), Uint32)
+            for place, word in enumerate(words):
+                tensor[place] = word
+            self.compare_ids(tensor, first_column)
+            words = [tensor[place] for place in range(len(words))]
+        return words
 
     @cute.jit
-    def _compare_ids(self, fragment: cute.Tensor, row_id: Int32, first_column: Int32) -> None:
+    def compare_ids(self, words: cute.Tensor, first_column: Int32) -> None:
+        """Hide also the keys whose ids differ from the row's, in items whose ids lie in no simple order."""
         if self.context.item.compare_ids != 0:
-            hide_other_ids(fragment, KEY_TILE, row_id, self.context.ids, first_column)
+            ids = self.context.ids
+            hide_other_ids(words, ids.of_query(self.query_row), ids, first_column)
 
     def store_probs(self, scores: list[Any], scaled: ScaledRow, is_masked: bool) -> list[Any]:
         """Powers of a row, stored as probs fragment by fragment; tells the tensor core after three and after all."""
