@@ -220,12 +220,12 @@ def rates(case: Case, passes: str, seconds: float) -> dict[str, float]:
 CHAIN = 10  # calls in one program, each waiting for the one before, so that the host's time is hidden
 
 
-def chained(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """`CHAIN` calls of a function on what the last one gave, in one program."""
+def chained(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`CHAIN` calls of a function on what the last one gave and the same further operands, in one program."""
 
-    def run(first: jax.Array) -> jax.Array:
+    def run(first: jax.Array, *others: jax.Array) -> jax.Array:
         for _ in range(CHAIN):
-            first = function(first)
+            first = function(first, *others)
         return first
 
     return jax.jit(run)
@@ -239,7 +239,7 @@ def decode(settings: Settings, console: Console) -> Iterator[dict[str, Any]]:
     shape = (1, settings.cache, settings.decode_kv_heads, head_dim)
     key, value = (jax.random.normal(seed, shape, jnp.bfloat16) for seed in seeds[1:])
 
-    def attend(query: jax.Array, parts: int | None) -> jax.Array:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, parts: int | None) -> jax.Array:
         return jax_fa4.attention(
             *(query, key, value),
             is_causal=True,
@@ -248,7 +248,7 @@ def decode(settings: Settings, console: Console) -> Iterator[dict[str, Any]]:
             implementation=settings.implementation,
         )
 
-    def read(query: jax.Array) -> jax.Array:
+    def read(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         """A sum over keys and values that depends on the query, so that it is done anew in each turn."""
         total = (key + query[0, 0, 0, 0]).sum(dtype=jnp.float32) + (value + query[0, 0, 0, 0]).sum(dtype=jnp.float32)
         return query + (total * 1e-9).astype(query.dtype)
@@ -257,7 +257,8 @@ def decode(settings: Settings, console: Console) -> Iterator[dict[str, Any]]:
         f"{'chosen' if parts is None else parts} parts": functools.partial(attend, parts=parts)
         for parts in (None, *settings.parts)
     }
-    starts = {name: functools.partial(chained(function), query) for name, function in functions.items()}
+    tensors = query, key, value
+    starts = {name: functools.partial(chained(function), *tensors) for name, function in functions.items()}
     seconds = interleaved_seconds(started_twice(starts, console), settings.turns, settings.turn_ms / 1e3)
     moved = 2 * key.nbytes
     for name, taken in seconds.items():
