@@ -14,6 +14,7 @@ from jax_fa4.ffi.forward_call import (
     ForwardCall,
     empty_results,
     mask_kind,
+    packs_heads,
     softmax_floats,
     why_no_kernel,
 )
@@ -60,7 +61,7 @@ def plan_of(problem: AttentionProblem, architecture: str, tiles: Tiles | None = 
     return forward_plan(
         problem.dtype,
         padded_head_dims(problem.head_dim, problem.value_dim),
-        mask_kind(problem),
+        forward_call(problem, architecture, tiles).mask_kind,
         tiles=tiles or tiles_of(problem, architecture),
         soft_cap=problem.logits_soft_cap is not None,
         sinks=problem.has_sinks,
@@ -70,8 +71,9 @@ def plan_of(problem: AttentionProblem, architecture: str, tiles: Tiles | None = 
 
 def forward_call(problem: AttentionProblem, architecture: str, tiles: Tiles | None = None) -> ForwardCall:
     """The problem as the kernel of these sizes takes it; `tiles` None: those of `tiles_of`."""
-    tiles = tiles or tiles_of(problem, architecture)
-    return ForwardCall(problem, tiles.rows, KEY_TILE, ARCHITECTURES[architecture[:-1]], tiles.ctas)
+    tiles, arch = tiles or tiles_of(problem, architecture), ARCHITECTURES[architecture[:-1]]
+    is_packed = tiles.ctas == 1 and packs_heads(problem, tiles.rows, KEY_TILE, arch)
+    return ForwardCall(problem, tiles.rows, KEY_TILE, arch, tiles.ctas, packed=is_packed)
 
 
 def describe(problem: AttentionProblem, *, architecture: str = "sm_100f") -> list[tuple[str, str]]:
@@ -113,4 +115,4 @@ def blackwell_forward(
     plan, call = plan_of(problem, architecture, tiles), forward_call(problem, architecture, tiles)
     buffers, integers = call.arguments(operands)
     results = launch(plan, buffers, call.results(), integers, softmax_floats(problem), driver=driver)
-    return results["out"], results["lse"]
+    return call.unpack(results["out"]), call.unpack(results["lse"])

@@ -24,6 +24,7 @@ from jax_fa4.schedule.tiles import Intervals, MaskRule
 MaskKind = Literal["causal", "window", "intervals", "ids"]
 UNBOUNDED = 1 << 30  # an edge that never binds: beyond any row, and its sum with a row does not overflow
 MAX_LENGTH = 1 << 29
+MAX_PACKED_QUERIES = 64  # more fill a tile by themselves; packing copies the queries
 MAX_SECTIONS = 65535  # the grid's z
 SLACK_LOG2 = 8.0  # the lazy rescaling's threshold (arXiv 2603.05451); see kernels/parts/softmax_row.py
 LOG2_E = math.log2(math.e)
@@ -297,3 +298,11 @@ class ForwardCall:
             "out": jax.ShapeDtypeStruct((*rows, problem.value_dim), problem.dtype),
             "lse": jax.ShapeDtypeStruct(rows, jnp.float32),
         }
+
+
+def packs_heads(problem: AttentionProblem, rows: int, key_tile: int, arch: Architecture) -> bool:
+    """Whether heads that share keys and values become rows: for few queries, where it takes fewer waves of items."""
+    if problem.has_sinks or problem.group_size < 2 or problem.query_length > MAX_PACKED_QUERIES:
+        return False
+    unpacked, packed = (ForwardCall(problem, rows, key_tile, arch, packed=one) for one in (False, True))
+    return -(-packed.items // arch.sms) < -(-unpacked.items // arch.sms)

@@ -12,6 +12,7 @@ from jax_fa4.ffi.forward_call import (
     REMEDY,
     ForwardCall,
     empty_results,
+    packs_heads,
     softmax_floats,
     why_no_kernel,
 )
@@ -30,7 +31,6 @@ from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Policy
 
 HOPPER = ARCHITECTURES["sm_90"]
-MAX_PACKED_QUERIES = 64  # more fill a tile by themselves; packing copies the queries
 SHORT_COST = 1.15  # time of a row of `SHORT_TILES` by one of `FORWARD_TILES`, in long sequences (docs/performance.md)
 
 
@@ -61,10 +61,7 @@ def _covered(rows: int, tiles: Tiles) -> int:
 
 def is_packed(problem: AttentionProblem, tiles: Tiles) -> bool:
     """Whether heads that share keys and values become rows: for few queries, where it takes fewer waves of items."""
-    if problem.has_sinks or problem.group_size < 2 or problem.query_length > MAX_PACKED_QUERIES:
-        return False
-    unpacked, packed = (ForwardCall(problem, tiles.rows, tiles.key_tile, HOPPER, packed=one) for one in (False, True))
-    return -(-packed.items // HOPPER.sms) < -(-unpacked.items // HOPPER.sms)
+    return packs_heads(problem, tiles.rows, tiles.key_tile, HOPPER)
 
 
 def plan_of(problem: AttentionProblem, tiles: Tiles | None = None, policy: Policy | None = None) -> KernelPlan:

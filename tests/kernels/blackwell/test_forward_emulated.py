@@ -15,6 +15,7 @@ import pytest
 
 import jax_fa4
 from jax_fa4 import arguments, emulator
+from jax_fa4.ffi import blackwell_forward
 from tests.kernels.forward_checks import compare, draw
 
 pytest.importorskip("cutlass", reason="not all of these kernels are in the wheel; nvidia-cutlass-dsl builds them")
@@ -79,6 +80,15 @@ def test_segments(is_sorted: bool) -> None:
     ids = np.random.default_rng(6).integers(0, 4, (2, 200)).astype(np.int32)
     ids = np.sort(ids, axis=-1) if is_sorted else ids
     check(draw(6, (2, 200, 2, 128), 200, 1, "bfloat16"), segment_ids=ids, is_causal=is_sorted)
+
+
+@pytest.mark.parametrize("query_length", [1, 3])
+def test_heads_that_share_keys_are_packed(query_length: int) -> None:
+    """Few queries of many heads: the heads of a group are rows of one tile, so that keys are read once."""
+    tensors = draw(11, (3, query_length, 64, 64), 200, 1, "bfloat16")
+    call = arguments.read_call(*tensors, is_causal=True, causal_alignment="bottom_right")
+    assert blackwell_forward.forward_call(call.problem, "sm_100f").packed
+    check(tensors, is_causal=True, causal_alignment="bottom_right")
 
 
 def test_windows() -> None:
