@@ -24,6 +24,7 @@ from jax_fa4.kernels.blackwell.backward_plans import (
     BACKWARD_DTYPES,
     BACKWARD_TILES,
     TILE,
+    WARPS_PER_GROUP,
     Mask,
     Tiles,
     backward_plan,
@@ -31,7 +32,8 @@ from jax_fa4.kernels.blackwell.backward_plans import (
 )
 from jax_fa4.kernels.plan import DTYPES, PlanError
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import WorkGrid, backward_grid, backward_table
+from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table, later_items
+from jax_fa4.schedule.tiles import tile_bounds
 
 GPU = ARCHITECTURES["sm_100"]
 
@@ -39,8 +41,6 @@ GPU = ARCHITECTURES["sm_100"]
 def why_not(problem: AttentionProblem) -> str | None:
     """None where the kernel takes the problem's backward; else one sentence with the remedy."""
     reason = why_no_kernel(problem, "Blackwell backward", BACKWARD_DTYPES)
-    if reason is None and problem.deterministic:
-        reason = f"the Blackwell backward adds up query gradients in no fixed order. {REMEDY}"
     if reason is not None:
         return reason
     try:
@@ -92,6 +92,7 @@ def _integers(problem: AttentionProblem, tiles: Tiles, accumulator_width: int) -
         "section_heads": section_heads,
         "sections": problem.batch * problem.kv_heads // section_heads,
         "interval_stride": 0,
+        "rank_stride": 0,
         "ctas": tiles.ctas,
         "items": -(-problem.key_length // tiles.rows) * problem.kv_heads * problem.batch,
         "head_dim": problem.head_dim,
@@ -127,9 +128,13 @@ def _only(rows: Any, tensor: jax.Array) -> jax.Array:
 def _of_mask(problem: AttentionProblem, operands: AttentionOperands, tiles: Tiles) -> dict[str, Any]:
     """The kernel's operands for masks from memory."""
     mask_operands = problem.mask_operands(operands)
-    table = backward_table(problem, operands, TILE, tiles.rows, GPU, ctas=tiles.ctas, whole_group=True)
+    policy = Policy.REVERSED if problem.deterministic else Policy.LONGEST_FIRST
+    table = backward_table(problem, operands, TILE, tiles.rows, GPU, ctas=tiles.ctas, whole_group=True, policy=policy)
     _, rows = problem.intervals(operands)
     found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
+    if problem.deterministic:
+        bounds = tile_bounds(rows, tiles.rows, TILE, problem.query_length)
+        found["ranks"] = jnp.asarray(later_items(bounds, padded_length(problem.query_length) // TILE))
     if problem.has_segment_ids:
         shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
         ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)
@@ -160,29 +165,30 @@ def _sums_and_grads(
         mask,
         tiles=tiles,
         soft_cap=problem.logits_soft_cap is not None,
+        ordered=problem.deterministic,
     )
     integers = _integers(problem, tiles, prepared.accumulator.shape[-1])
     if mask != "band":
-        integers["interval_stride"] = problem.key_length if buffers["lo"].shape[0] > 1 else 0
+        is_of_row = buffers["lo"].shape[0] > 1
+        integers["interval_stride"], integers["rank_stride"] = problem.key_length * is_of_row, int(is_of_row)
     buffers = buffers | {
         "zeroed_sums": prepared.accumulator,
         "lse_log2": prepared.lse_log2,
         "delta": prepared.delta,
     }
     keys = (problem.batch, problem.key_length, problem.kv_heads)
-    return launch(
-        plan,
-        buffers,
-        {
-            "grad_query_sums": jax.ShapeDtypeStruct(prepared.accumulator.shape, jnp.float32),
-            "grad_key": jax.ShapeDtypeStruct((*keys, problem.head_dim), problem.dtype),
-            "grad_value": jax.ShapeDtypeStruct((*keys, problem.value_dim), problem.dtype),
-        },
-        integers,
-        _floats(problem),
-        aliases={"zeroed_sums": "grad_query_sums"},
-        driver=driver,
-    )
+    results = {
+        "grad_query_sums": jax.ShapeDtypeStruct(prepared.accumulator.shape, jnp.float32),
+        "grad_key": jax.ShapeDtypeStruct((*keys, problem.head_dim), problem.dtype),
+        "grad_value": jax.ShapeDtypeStruct((*keys, problem.value_dim), problem.dtype),
+    }
+    aliases = {"zeroed_sums": "grad_query_sums"}
+    if problem.deterministic:
+        tiles_of_heads = problem.batch, problem.query_heads, prepared.delta.shape[2] // TILE
+        buffers["zero_flags"] = jnp.zeros((*tiles_of_heads, tiles.ctas * WARPS_PER_GROUP), jnp.int32)
+        results["flags"] = jax.ShapeDtypeStruct(buffers["zero_flags"].shape, jnp.int32)
+        aliases["zero_flags"] = "flags"
+    return launch(plan, buffers, results, integers, _floats(problem), aliases=aliases, driver=driver)
 
 
 def blackwell_backward(
@@ -199,7 +205,8 @@ def blackwell_backward(
     """Cotangents of attention by the kernel of `jax_fa4.kernels.blackwell.backward`.
 
     Args:
-      problem: the call; `why_not` says which are taken.
+      problem: the call; `why_not` says which are taken. With `deterministic`, gradients are bitwise equal from run to
+        run.
       operands: query (B, T, N, D), key (B, S, K, D) and value (B, S, K, Dv), bfloat16 or float16; ids and lengths as
         the problem says. Sinks are used through `lse` only.
       out: (B, T, N, Dv) in the problem's dtype, of the forward.

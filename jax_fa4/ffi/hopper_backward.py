@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.ffi import hopper_forward
@@ -31,7 +30,7 @@ from jax_fa4.kernels.hopper.backward_plans import (
 from jax_fa4.kernels.hopper.plans import ARCHITECTURE, padded_head_dim
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table
+from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table, later_items
 from jax_fa4.schedule.tiles import tile_bounds
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
@@ -121,14 +120,6 @@ def _zero_unseen(is_seen: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(jnp.where(seen.reshape(seen.shape + (1,) * (one.ndim - 2)), one, 0) for one in arrays)
 
 
-def _ranks(xp: Any, bounds: Any, query_tiles: int) -> Any:
-    """(B', key tiles, query tiles) int32: how many items with later keys add to a query tile."""
-    tiles = xp.arange(query_tiles)
-    visits = (bounds.begin[:, :, None] <= tiles) & (tiles < bounds.end[:, :, None])
-    from_last = xp.cumsum(visits[:, ::-1].astype(xp.int32), axis=1)[:, ::-1]
-    return (from_last - visits).astype(xp.int32)
-
-
 def _of_mask(
     problem: AttentionProblem, shared: AttentionProblem, operands: AttentionOperands, query_tile: int, rows: int
 ) -> dict[str, Any]:
@@ -142,8 +133,7 @@ def _of_mask(
     found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(seen_by.lo), "hi": jnp.asarray(seen_by.hi)}
     if problem.deterministic:
         bounds = tile_bounds(seen_by, KEY_TILE, query_tile, problem.query_length)
-        xp = jnp if isinstance(bounds.begin, jax.Array) else np
-        found["ranks"] = jnp.asarray(_ranks(xp, bounds, rows // query_tile))
+        found["ranks"] = jnp.asarray(later_items(bounds, rows // query_tile))
     if problem.has_segment_ids:
         shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
         ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)

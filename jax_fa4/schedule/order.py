@@ -288,6 +288,16 @@ def make_table(grid: WorkGrid, intervals: Intervals, policy: Policy = Policy.LON
     return WorkTable(items, of_item(clocks), batch_order)
 
 
+def later_items(bounds: TileBounds, column_tiles: int) -> Array:
+    """(B', row_tiles, column_tiles) int32: how many items with later rows visit a column tile; NumPy or JAX as the
+    bounds are."""
+    xp = jnp if isinstance(bounds.begin, jax.Array) else np
+    tiles = xp.arange(column_tiles)
+    visits = (bounds.begin[:, :, None] <= tiles) & (tiles < bounds.end[:, :, None])
+    from_last = xp.cumsum(visits[:, ::-1].astype(xp.int32), axis=1)[:, ::-1]
+    return (from_last - visits).astype(xp.int32)
+
+
 def _item_clocks(xp: Any, bounds: TileBounds, cost: ItemCost) -> Array:
     """(B', row_tiles) int32: the overhead, and each tile of either class."""
     full = bounds.full_end - bounds.full_begin

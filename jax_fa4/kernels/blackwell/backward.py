@@ -28,7 +28,7 @@ Everything is transposed, so that keys are rows (S = K Q^T, P = exp(S - L), dP =
     compute        S' -> P' ......................... dP' -> dS' (tensor memory for dK, shared memory for dQ)
     reduce                      dQ -> registers -> shared memory -> += global memory
 
-    mma        S' ..... dK = dS Q, dQ = dS^T K ....... dP' ...... dV = P' dO'       (' is the next tile)
+In a pair every product is one of both CTAs (cta_group::2), issued by the first: rows are the keys of both, and each has
 half of B's columns. So a CTA loads 64 of a tile's queries for S, and half of the columns of all 128 for dK; likewise
 output gradients for dP and dV. dQ sums over the keys of both and is split by queries: CTA r needs the half r of dS from
 both, keeps it as its warpgroup r writes it, and sends what warpgroup 1 - r writes to the other through distributed
@@ -67,7 +67,7 @@ from jax_fa4.kernels.blackwell.backward_plans import (
 )
 from jax_fa4.kernels.blackwell.parts import products, tensor_memory
 from jax_fa4.kernels.blackwell.parts.backward_shape import ELEMENT_BYTES, HALF, Context, Shape
-from jax_fa4.kernels.blackwell.parts.gradients import Compute, Reduce, Relay, fill_no_row
+from jax_fa4.kernels.blackwell.parts.gradients import Compute, Order, Reduce, Relay, fill_no_row
 from jax_fa4.kernels.blackwell.product_order import Issue, after_loop, before_loop
 from jax_fa4.kernels.parts import boxes, by_address
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
@@ -275,11 +275,13 @@ class BlackwellBackward:
         grad_value_map: cute.CopyAtom,
         lse_log2: cute.Pointer,
         delta: cute.Pointer,
+        flags: Any,
         items: Any,
         lo: Any,
         hi: Any,
         query_ids: Any,
         key_ids: Any,
+        rank_table: Any,
         queries: Int32,
         keys: Int32,
         padded: Int32,
@@ -290,6 +292,7 @@ class BlackwellBackward:
         right: Int32,
         section_heads: Int32,
         interval_stride: Int32,
+        rank_stride: Int32,
         scale: Float32,
         scale_log2: Float32,
         cap_log2: Float32,
@@ -312,6 +315,9 @@ class BlackwellBackward:
             # The transposed mask: rows are keys. Blocks start in the order of x, then y, then z: sections of heads one
             # after the other, each from the first keys on, which causal masks let most queries see.
             visible = Band(keys, queries, offset, left, right)
+            if cutlass.const_expr(shape.is_ordered):
+                # Sums wait for items with later keys, which must have started.
+                key_tile = cute.ceil_div(keys, shape.items_rows) - 1 - key_tile
             head_of_all = section * section_heads + block
             item = visible.work_item(head_of_all // kv_heads, head_of_all % kv_heads, key_tile, shape.items_rows, TILE)
         ids = None
@@ -334,7 +340,10 @@ class BlackwellBackward:
         self.sync()
         if this_warp < COMPUTE_WARP:
             cute.arch.setmaxregister_decrease(shape.registers("reduce"))
-            Reduce(context, thread, sums_map).run()
+            order = None
+            if cutlass.const_expr(shape.is_ordered):
+                order = Order(flags, rank_table, rank_stride, padded // TILE)
+            Reduce(context, thread, sums_map, order).run()
         elif this_warp < MMA_WARP:
             cute.arch.setmaxregister_increase(shape.registers("compute"))
             group = this_warp // WARPS_PER_GROUP - 1
@@ -407,5 +416,7 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     tensors = pointer(backward.shape.dtype, 16), pointer(Float32, 16)
     table = (pointer(Int32, 4),) * 3 if backward.shape.intervals else (None,) * 3
     ids = (pointer(Int32, 4),) * 2 if backward.shape.has_ids else (None,) * 2
-    pointers = (pointer(Float32, 4), pointer(Float32, 4), *table, *ids)
-    return backward.host, (tensors, pointers, (Int32(1),) * 10, (Float32(1.0),) * 3)
+    flags = pointer(Int32, 4) if backward.shape.is_ordered else None
+    ranks = flags if backward.shape.intervals else None
+    pointers = (pointer(Float32, 4), pointer(Float32, 4), flags, *table, *ids, ranks)
+    return backward.host, (tensors, pointers, (Int32(1),) * 11, (Float32(1.0),) * 3)

@@ -32,7 +32,7 @@ MASKS: tuple[Mask, ...] = ("band", "intervals", "ids")
 # and right are those of the transposed mask: which queries a key is seen by.
 SCALARS = (
     *("query_length", "key_length", "padded_length", "heads", "kv_heads", "offset", "left", "right"),
-    *("section_heads", "interval_stride"),
+    *("section_heads", "interval_stride", "rank_stride"),
 )
 SIZES = (
     *("batch", "sections", "items", "ctas", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
@@ -251,18 +251,26 @@ def _shared(tiles: Tiles, query_bytes: int, value_bytes: int) -> tuple[SharedBuf
     )
 
 
-def _parameters(operands: tuple[str, ...]) -> tuple[Parameter, ...]:
+def _parameters(flags: tuple[str, ...], of_mask: tuple[str, ...]) -> tuple[Parameter, ...]:
     maps = ("query", "key", "value", "grad_out", "grad_query_sums", "grad_key", "grad_value")
     return (
         *(Parameter("tensor_map", name) for name in maps),
-        *(Parameter("operand", name) for name in operands),
+        *(Parameter("operand", name) for name in ("lse_log2", "delta")),
+        *(Parameter("result", name) for name in flags),
+        *(Parameter("operand", name) for name in of_mask),
         *(Parameter("int32", name) for name in SCALARS),
         *(Parameter("float32", name) for name in FLOATS),
     )
 
 
 def backward_plan(
-    dtype: str, head_dims: tuple[int, int], mask: Mask, *, tiles: Tiles | None = None, soft_cap: bool = False
+    dtype: str,
+    head_dims: tuple[int, int],
+    mask: Mask,
+    *,
+    tiles: Tiles | None = None,
+    soft_cap: bool = False,
+    ordered: bool = False,
 ) -> KernelPlan:
     """The backward for one pair of padded head dimensions.
 
@@ -274,6 +282,7 @@ def backward_plan(
             work items), or "ids" (intervals, and ids that masked tiles compare where the table says so).
         tiles: the sizes; None: those of `BACKWARD_TILES`.
         soft_cap: scores are capped.
+        ordered: the sums of query gradients are added in a fixed order.
 
     Raises PlanError on what no device could run.
     """
@@ -285,6 +294,8 @@ def backward_plan(
     tiles = tiles or BACKWARD_TILES[head_dims]
     of_mask = ("item_table", "lo", "hi") if mask in ("intervals", "ids") else ()
     of_ids = ("query_ids", "key_ids") if mask == "ids" else ()
+    ranks, flags = ("ranks",) if ordered and of_mask else (), ("flags",) if ordered else ()
+    zero_flags = ("zero_flags",) if ordered else ()
     first = "items" if of_mask else "section_heads"
     grid = (Extent(((first, 1), ("ctas", 1))), Extent((("key_length", tiles.rows),)), Extent((("sections", 1),)))
     if of_mask:
@@ -300,15 +311,19 @@ def backward_plan(
             ("value_dim", head_dims[1]),
             ("mask", mask),
             ("soft_cap", soft_cap),
+            ("ordered", ordered),
             ("order", tiles.order),
             ("ctas", tiles.ctas),
         ),
-        # The sums of the query gradients, zeroed, arrive in the buffer of the result of that name.
-        operands=("query", "key", "value", "grad_out", "zeroed_sums", "lse_log2", "delta", *of_mask, *of_ids),
-        results=("grad_query_sums", "grad_key", "grad_value"),
+        # Sums of the query gradients and flags, zeroed, arrive in the buffers of the results of those names.
+        operands=(
+            *("query", "key", "value", "grad_out", "zeroed_sums", "lse_log2", "delta"),
+            *(*zero_flags, *of_mask, *of_ids, *ranks),
+        ),
+        results=("grad_query_sums", "grad_key", "grad_value", *flags),
         integers=(*SCALARS, *SIZES),
         floats=FLOATS,
-        parameters=_parameters(("lse_log2", "delta", *of_mask, *of_ids)),
+        parameters=_parameters(flags, (*of_mask, *of_ids, *ranks)),
         grid=grid,
         roles=_roles(tiles),
         tensor_maps=_tensor_maps(dtype, *head_dims, tiles.ctas),

@@ -26,13 +26,18 @@ IDS = np.random.default_rng(6).integers(0, 4, (2, 300)).astype(np.int32)
 
 
 def gradients(
-    tensors: Any, seed: int = 0, completion: str = "random", tiles: Any = None, **options: Any
+    tensors: Any,
+    seed: int = 0,
+    completion: str = "random",
+    tiles: Any = None,
+    grads_seed: int | None = None,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """Cotangents by the kernel, from the exact output and log-sum-exp; the call; the cotangents that it was given."""
     emulator.set_options(seed=seed, completion=completion)
     call = arguments.read_call(*tensors, **options)
     out, lse = in_float64(call)
-    rng = np.random.default_rng(seed + 100)
+    rng = np.random.default_rng(100 + (seed if grads_seed is None else grads_seed))
     grad_out = jnp.asarray(rng.standard_normal(out.shape), call.problem.dtype)
     grad_lse = jnp.asarray(rng.standard_normal(lse.shape), jnp.float32)
     driver = launch.emulated_driver((10, 0))
@@ -64,6 +69,22 @@ def test_one_cta_to_an_item_where_a_pair_is_usual(completion: str) -> None:
 )
 def test_shapes(query_length: int, key_length: int, is_causal: bool) -> None:
     check(draw(2, (2, query_length, 2, 128), key_length, 1, "bfloat16"), is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"), [(64, {"is_causal": True}), (128, {"key_value_seq_lengths": np.array([200, 300])})]
+)
+def test_deterministic_gradients_are_bitwise_equal(head_dim: int, options: dict[str, Any]) -> None:
+    """Over seeds, that is orders of CTAs and of completion; without an order they are not, in some seed."""
+    tensors = draw(5, (2, 300, 2, head_dim), 300, 1, "bfloat16")
+    results = {True: set(), False: set()}  # type: ignore[var-annotated]
+    for is_ordered, found in results.items():
+        for seed in range(3):
+            gradients_of = gradients(tensors, seed, grads_seed=0, deterministic=is_ordered, **options)
+            check_gradients(*gradients_of)
+            found.add(b"".join(np.asarray(one).tobytes() for one in gradients_of[0]))
+    assert len(results[True]) == 1
+    assert head_dim == 128 or len(results[False]) > 1  # two items of 256 keys: either order gives the same sum
 
 
 @pytest.mark.parametrize("outlier", [0.0, 20.0])

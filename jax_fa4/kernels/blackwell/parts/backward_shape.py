@@ -36,6 +36,7 @@ class Shape:
     intervals: bool  # masks from memory, else by arithmetic
     has_ids: bool  # masked tiles may have to compare ids
     has_cap: bool
+    is_ordered: bool  # sums of query gradients are added in a fixed order
 
     @staticmethod
     def of(plan: KernelPlan) -> Shape:
@@ -52,6 +53,7 @@ class Shape:
             intervals=mask in ("intervals", "ids"),
             has_ids=mask == "ids",
             has_cap=option("soft_cap"),
+            is_ordered=option("ordered"),
         )
 
     def registers(self, role: str) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from jax_fa4.kernels.blackwell.backward_plans import (
     STAGED_COLUMNS,
@@ -30,7 +30,7 @@ from jax_fa4.kernels.blackwell.backward_plans import (
 )
 from jax_fa4.kernels.blackwell.parts import tensor_memory
 from jax_fa4.kernels.blackwell.parts.backward_shape import ELEMENT_BYTES, HALF, Context
-from jax_fa4.kernels.parts import boxes, by_address
+from jax_fa4.kernels.parts import boxes, bulk, by_address
 from jax_fa4.kernels.parts.exp2 import exp2_unit
 from jax_fa4.kernels.parts.rounding import round_pair
 from jax_fa4.kernels.parts.row_mask import bits_of_other_ids, hidden_bits
@@ -297,11 +297,41 @@ class Relay:
             context.signal("grad_scores_exchanged").arrive_elected(0)
 
 
+class Order:
+    """The order in which items add to a tile's sums: those with later keys first, each warp by itself.
+
+    Warp w of an item adds to the same places as warp w of any other. It waits until its flag counts the items before
+    its own, and raises it when its sums have arrived.
+    """
+
+    def __init__(self, flags: cute.Pointer, ranks: Any, rank_stride: Int32, query_tiles: Int32) -> None:
+        self.flags, self.ranks, self.rank_stride, self.query_tiles = flags, ranks, rank_stride, query_tiles
+
+    def flag(self, context: Context, warp: Int32, head: Any, tile: Int32) -> cute.Pointer:
+        """The warp's flag of a tile of queries."""
+        heads, ctas = context.group * context.kv_heads, context.shape.ctas
+        number = (Int64(context.item.batch) * heads + head) * self.query_tiles + tile
+        return self.flags + ((number * ctas + context.rank) * WARPS_PER_GROUP + warp)
+
+    def before(self, context: Context, tile: Int32) -> Int32:
+        """How many items add to a tile before this one."""
+        item = context.item
+        if context.shape.intervals:
+            key_tiles = cute.ceil_div(context.visible.queries, context.shape.items_rows)
+            row = Int64(item.batch) * self.rank_stride * key_tiles + item.query_tile
+            return cute.make_tensor(self.ranks + (row * self.query_tiles + tile), cute.make_layout(1))[0]
+        # The last key that the tile's last query sees; in the transposed band, rows are keys.
+        band: Any = context.visible
+        last = cutlass.min((tile + 1) * TILE, band.keys) - 1
+        seen = cutlass.min(last - band.offset + band.left + 1, band.queries)
+        return (seen - 1) // context.shape.items_rows - item.query_tile
+
+
 class Reduce:
     """One warpgroup: adds every tile's query gradients to their sums in global memory, 32 queries a warp."""
 
-    def __init__(self, context: Context, thread: Int32, sums_map: cute.CopyAtom) -> None:
-        self.context, self.shape = context, context.shape
+    def __init__(self, context: Context, thread: Int32, sums_map: cute.CopyAtom, order: Order | None) -> None:
+        self.context, self.shape, self.order = context, context.shape, order
         self.warp, lane = thread // 32, thread % 32
         self.lanes = tensor_memory.lanes_of(self.warp)
         self.sums_map = boxes.address_of(sums_map)
@@ -338,9 +368,29 @@ class Reduce:
                     tensor_memory.wait_loads()
                     tensor_memory.fence_before_arrival()
                     context.signal("grad_query_drained").arrive_elected(0)
+            if piece == 0:
+                self.wait_for_turn(head, context.item.key_tile(step))
             column = self.first_column + piece * STAGED_COLUMNS
             corner = (column, context.query_row(step) + self.first_row, head)
             self.add(use, piece, loaded[piece], corner)
+        self.end_turn(head, context.item.key_tile(step))
+
+    def wait_for_turn(self, head: Any, tile: Int32) -> None:
+        """Wait until those before have added to a tile, if there is an order."""
+        if self.order is not None:
+            flag = self.order.flag(self.context, self.warp, head, tile)
+            bulk.wait_until(flag, self.order.before(self.context, tile))
+            cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
+
+    def end_turn(self, head: Any, tile: Int32) -> None:
+        """Let the next one add to a tile, when what was added is there, if there is an order."""
+        if self.order is not None:
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                bulk.raise_flag(self.order.flag(self.context, self.warp, head, tile))
 
     def add(self, use: Int32, piece: int, sums: Any, corner: tuple[Any, Any, Any]) -> None:
         """Stage 32 columns, when the copy before the last has read its slot, and add them to global memory."""
