@@ -338,15 +338,13 @@ EMULATOR_HANDLER(execute_is_space) {
   return Flow::next;
 }
 
-// mapa: the same offset in the CTA of rank b.
+// mapa: the same offset in the CTA of rank b. A rank that the cluster has not is reported where the address is used:
+// lanes that use none may compute any.
 EMULATOR_HANDLER(execute_map_address) {
   uint32_t result[2 * kLanes];
   for (int lane = 0; lane < kLanes; lane++) {
     const uint64_t value = i.out_slots == 2 ? warp.wide_source(i.a, lane) : warp.source(i.a)[lane];
-    const uint64_t rank = warp.source(i.b)[lane];
-    if (((lanes >> lane) & 1) != 0 && rank >= warp.cta.cluster.ctas.size())
-      throw Fault(Status::launch_failed, "mapa names CTA rank " + std::to_string(rank) + " of a cluster of " +
-                                             std::to_string(warp.cta.cluster.ctas.size()));
+    const uint64_t rank = warp.source(i.b)[lane] & 0xff;
     const uint64_t mapped =
         ((value + static_cast<uint64_t>(i.offset)) & ~(uint64_t{0xff} << kRankShift)) | rank << kRankShift;
     result[lane] = static_cast<uint32_t>(mapped);

@@ -29,6 +29,18 @@ struct Work {
   std::vector<uint32_t*> accumulators;
 };
 
+std::vector<Warp*> warpgroup_of(const Warp& warp) {
+  std::vector<Warp*> all;
+  const size_t first = static_cast<size_t>(warp.index) / 4 * 4;
+  for (size_t index = first; index < first + 4 && index < warp.cta.warps.size(); index++)
+    all.push_back(warp.cta.warps[index].get());
+  return all;
+}
+
+void wake_group(const Warp& warp) {
+  for (Warp* one : warpgroup_of(warp)) one->wake({Wait::Kind::wgmma, 0});
+}
+
 void compute(Warp& warp, const Work& work) {
   thread_local std::vector<float> a_rows, b_columns;
   const int n = work.product.n, k = work.product.k;
@@ -37,9 +49,9 @@ void compute(Warp& warp, const Work& work) {
   gather_transposed(work.b, shared, work.negate_b, b_columns.data(), static_cast<size_t>(n));
   const float* a = work.a_values.data();
   if (work.a_values.empty()) {
-    a_rows.resize(static_cast<size_t>(kRows) * static_cast<size_t>(k));
+    a_rows.resize(static_cast<size_t>(kWarpRows) * static_cast<size_t>(k));
     gather_rows(work.a, shared, work.negate_a, a_rows.data(), static_cast<size_t>(k));
-    a = a_rows.data() + static_cast<size_t>(warp.index % 4) * kWarpRows * static_cast<size_t>(k);
+    a = a_rows.data();
   }
   multiply_into_registers(work.product, a, b_columns.data(), work.accumulators.data());
   warp.cta.scheduler().counts.multiply_adds +=
@@ -78,6 +90,8 @@ EMULATOR_HANDLER(execute_wgmma) {
   } else {
     work.a = shared_operand(decode_wgmma_descriptor, warp.wide_source(i.a, 0), kRows, work.product.k, a_format,
                             major_of(i, kTransposeA), "A");
+    work.a.rows = kWarpRows;
+    work.a.first_row = warp.index % 4 * kWarpRows;
     read_operand(warp.cta, work.a, operation.actor(), "a wgmma operand", "a wgmma");
   }
   if (warp.needs_fence(written) || warp.needs_fence(read))
@@ -96,7 +110,7 @@ EMULATOR_HANDLER(execute_wgmma) {
       [issuer, number, work = std::move(work)] {
         compute(*issuer, work);
         if (GroupQueue::Group* done = issuer->matrix.find(number)) done->unfinished--;
-        issuer->wake({Wait::Kind::wgmma, 0});
+        wake_group(*issuer);
       },
       warp.matrix_due);
   return Flow::next;
@@ -109,12 +123,18 @@ EMULATOR_HANDLER(execute_wgmma_fence) {
 
 EMULATOR_HANDLER(execute_wgmma_commit) {
   warp.matrix.commit();
+  wake_group(warp);
   return Flow::next;
 }
 
+// A group of wgmma is one of the whole warpgroup: what a warp waits for is complete in all four warps. (CUTLASS's
+// attention on Hopper relies on it: it writes its output over operands with no barrier of the warpgroup between.)
 EMULATOR_HANDLER(execute_wgmma_wait) {
-  if (!warp.matrix.done(i.immediate, false)) return warp.block({Wait::Kind::wgmma, 0});
-  const uint64_t open = warp.matrix.open_number();
+  const uint64_t open = warp.matrix.open_number(), end = open - std::min<uint64_t>(open, i.immediate);
+  for (const Warp* one : warpgroup_of(warp))
+    if (!one->matrix.complete_before(end)) return warp.block({Wait::Kind::wgmma, 0});
+  for (const Warp* one : warpgroup_of(warp))
+    if (one->matrix_agent != 0) warp.knows.happened.raise(one->matrix_agent, one->matrix.time_before(end));
   warp.knows.happened.raise(warp.matrix_agent, warp.matrix.acquire(i.immediate));
   if (open >= i.immediate) warp.let_go(open - i.immediate);
   return Flow::next;

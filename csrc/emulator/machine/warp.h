@@ -57,6 +57,7 @@ struct GroupQueue {
   std::vector<Group> groups{1};  // oldest first; the last one is still open
   uint64_t first = 0;            // number of the oldest
   uint32_t gone_writes = 0;      // the last write_time of those that were forgotten
+  uint32_t gone = 0;             // their last last_time
 
   uint64_t open_number() const { return first + groups.size() - 1; }
   Group& open() { return groups.back(); }
@@ -67,6 +68,18 @@ struct GroupQueue {
     for (size_t i = 0; i + 1 + pending < groups.size(); i++)
       if ((reads_only ? groups[i].unread : groups[i].unfinished) != 0) return false;
     return true;
+  }
+  // Of the groups before `number`: whether they are committed and complete, and the time up to which they go.
+  bool complete_before(uint64_t number) const {
+    for (uint64_t one = first; one < number; one++)
+      if (one >= open_number() || groups[one - first].unfinished != 0) return false;
+    return true;
+  }
+  uint32_t time_before(uint64_t number) const {
+    uint32_t time = gone;
+    for (uint64_t one = first; one < number && one < open_number(); one++)
+      time = std::max(time, groups[one - first].last_time);
+    return time;
   }
   // The time up to which the writes of the waited-for operations go.
   uint32_t writes(uint64_t pending) const {
@@ -80,6 +93,7 @@ struct GroupQueue {
     for (size_t i = 0; i + 1 + pending < groups.size(); i++) time = std::max(time, groups[i].last_time);
     while (groups.size() > 1 && groups.front().unfinished == 0 && groups.front().last_time <= time) {
       gone_writes = std::max(gone_writes, groups.front().write_time);
+      gone = std::max(gone, groups.front().last_time);
       groups.erase(groups.begin());
       first++;
     }

@@ -185,9 +185,12 @@ EMULATOR_INLINE void each_piece(const SharedOperand& operand, const uint8_t* sha
   const uint32_t contiguous = static_cast<uint32_t>(k_major ? operand.depth : operand.rows);
   const uint32_t other = static_cast<uint32_t>(k_major ? operand.rows : operand.depth);
   const Swizzle swizzle = operand.descriptor.swizzle;
+  const uint32_t first_outer = static_cast<uint32_t>(k_major ? operand.first_row : 0);
+  const uint32_t first_piece = static_cast<uint32_t>(k_major ? 0 : operand.first_row) / per_piece;
   for (uint32_t outer = 0; outer < other; outer++)
     for (uint32_t inner = 0; inner * per_piece < contiguous; inner++)
-      place(shared + swizzle_address(layout.offset(inner, outer), swizzle), size_t{inner} * per_piece, size_t{outer});
+      place(shared + swizzle_address(layout.offset(first_piece + inner, first_outer + outer), swizzle),
+            size_t{inner} * per_piece, size_t{outer});
 }
 
 template <Format kFormat>

@@ -44,6 +44,7 @@ struct SharedOperand {
   Format format = Format::bf16;  // f16, bf16, tf32, e4m3, e5m2; or f32 for 32-bit data taken whole
   int rows = 0;
   int depth = 0;
+  int first_row = 0;  // of the matrix that the descriptor names; a multiple of 16 bytes along contiguous rows
 };
 // Empty, or one sentence: sub-byte formats, MN-major tf32 without the 32-byte-atom swizzle, a start not aligned to 16
 // bytes.
@@ -204,10 +205,13 @@ void walk_operand(const SharedOperand& operand, Visit&& visit) {
   const detail::PieceLayout layout = detail::piece_layout(operand);
   const bool k_major = operand.major == Major::k;
   const int contiguous = k_major ? operand.depth : operand.rows, other = k_major ? operand.rows : operand.depth;
-  const uint32_t pieces = static_cast<uint32_t>(contiguous * detail::format_bytes(operand.format)) / 16;
+  const int bytes = detail::format_bytes(operand.format);
+  const uint32_t pieces = static_cast<uint32_t>(contiguous * bytes) / 16;
+  const uint32_t first_outer = static_cast<uint32_t>(k_major ? operand.first_row : 0);
+  const uint32_t first_piece = static_cast<uint32_t>(k_major ? 0 : operand.first_row * bytes) / 16;
   for (uint32_t outer = 0; outer < static_cast<uint32_t>(other); outer++)
     for (uint32_t inner = 0; inner < pieces; inner++)
-      visit(swizzle_address(layout.offset(inner, outer), operand.descriptor.swizzle));
+      visit(swizzle_address(layout.offset(first_piece + inner, first_outer + outer), operand.descriptor.swizzle));
 }
 
 }  // namespace jax_fa4::emulator
