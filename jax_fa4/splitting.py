@@ -277,9 +277,10 @@ def choose_split(
     candidates = [Split(parts, packs) for packs in packings for parts in counts]
     available = {packs: is_taken(problem_of(problem, Split(1, packs))) for packs in packings}
 
-    def clocks(split: Split) -> float:
-        cut = problem if split.is_whole else problem_of(problem, split)
-        return split_clocks(problem, split, grid_of(cut), arch)
+    def cost(split: Split) -> tuple[float, int]:
+        """Clocks; of cuts that take as long, the one with the fewest items reads keys the least often."""
+        grid = grid_of(problem if split.is_whole else problem_of(problem, split))
+        return split_clocks(problem, split, grid, arch), grid.batch * grid.heads
 
     usable = [split for split in candidates if split.is_whole or available[split.packs_heads]]
-    return min(usable, key=clocks, default=WHOLE)
+    return min(usable, key=cost, default=WHOLE)

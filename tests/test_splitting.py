@@ -27,7 +27,8 @@ MASKS = {
     "ids": {"segment_ids": IDS},
     "ids and window": {"segment_ids": IDS, "is_causal": True, "causal_alignment": "bottom_right"},
 }
-SPLITS = [Split(7), Split(4), Split(1, True), Split(3, True), Split(5, True)]
+CUTS = [(split, mask) for split in (Split(4), Split(3, True)) for mask in MASKS]
+CUTS += [(split, "ids and window") for split in (Split(7), Split(1, True), Split(5, True))]
 
 
 def decode(seed, **changes):
@@ -35,8 +36,7 @@ def decode(seed, **changes):
     return draw(seed, **sizes)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(("split", "mask"), CUTS, ids=str)
 def test_any_cut_is_exact(split, mask):
     """Ids and lengths known when the call is traced, and not."""
     tensors, is_traced = decode(0), split.parts in (4, 5)
@@ -127,6 +127,7 @@ def test_the_choice():
     assert chosen(1, 1, 32768, 64, 8) == Split(16, True)  # 8 tiles become 128, for 132 multiprocessors
     assert chosen(32, 1, 32768, 64, 8).parts <= 2  # 256 tiles, nothing to gain but a fuller last wave
     assert chosen(1, 1, 32768, 64, 8, lambda problem: False) == Split()
+    assert chosen(1, 1, 32768, 64, 8, key_splits=2) == Split(2, True)  # as long as with heads apart, with fewer reads
     assert chosen(1, 16, 131072, 8, 8).parts >= 8
     assert chosen(1, 1, 128, 64, 8).parts == 1  # a merge would cost more than it saves
     assert chosen(1, 4096, 4096, 16, 4) == Split()

@@ -19,19 +19,18 @@ LAST = {"is_causal": True, "causal_alignment": "bottom_right"}
 
 
 @pytest.mark.parametrize(
-    ("length", "keys", "heads", "options"),
+    ("length", "keys", "heads", "head_dim", "options"),
     [
-        (1, 640, (8, 2), {"key_splits": 4}),
-        (5, 640, (4, 2), {"key_splits": 5, **LAST}),
-        (16, 333, (2, 2), {"key_splits": 3, **LAST}),
-        (3, 400, (6, 2), {"key_splits": 4, "local_window_size": (150, 0), "causal_alignment": "bottom_right"}),
-        (2, 320, (4, 1), {"key_splits": 2, "key_value_seq_lengths": np.array([100, 250])}),
+        (1, 640, (8, 2), 128, {"key_splits": 4}),
+        (5, 640, (4, 2), 64, {"key_splits": 5, **LAST}),
+        (16, 333, (2, 2), 128, {"key_splits": 3, **LAST}),
+        (3, 400, (6, 2), 64, {"key_splits": 4, "local_window_size": (150, 0), "causal_alignment": "bottom_right"}),
+        (2, 320, (4, 1), 128, {"key_splits": 2, "key_value_seq_lengths": np.array([100, 250])}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
 def test_parts_are_merged_exactly(
-    length: int, keys: int, heads: tuple[int, int], options: dict[str, Any], head_dim: int
+    length: int, keys: int, heads: tuple[int, int], head_dim: int, options: dict[str, Any]
 ) -> None:
     tensors = draw(length, (2, length, heads[0], head_dim), keys, heads[1], "bfloat16")
     run = jax.jit(
