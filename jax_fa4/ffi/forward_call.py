@@ -218,7 +218,8 @@ class ForwardCall:
             query_ids, key_ids = (jnp.broadcast_to(one, to) for one, to in zip(ids, shapes, strict=True))
             if self.packed:
                 query_ids = query_ids.repeat(problem.group_size, axis=1)
-            found |= {"query_ids": query_ids, "key_ids": key_ids}
+            # The kernel's batch rows are as long as it believes the keys to be.
+            found |= {"query_ids": query_ids, "key_ids": key_ids[:, : self.integers()["key_length"]]}
         return found
 
     def arguments(self, operands: AttentionOperands) -> tuple[dict[str, Any], dict[str, int]]:

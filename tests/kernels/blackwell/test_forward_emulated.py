@@ -91,6 +91,12 @@ def test_heads_that_share_keys_are_packed(query_length: int) -> None:
     check(tensors, is_causal=True, causal_alignment="bottom_right")
 
 
+def test_ids_of_keys_past_the_last_that_is_seen() -> None:
+    """The kernel leaves such keys out; the ids of the next batch row must not move."""
+    ids = [np.random.default_rng(12).integers(0, 4, (2, length)).astype(np.int32) for length in (100, 103)]
+    check(draw(12, (2, 100, 2, 64), 103, 1, "bfloat16"), segment_ids=tuple(ids), is_causal=True)
+
+
 def test_windows() -> None:
     check(draw(8, (1, 300, 1, 64), 300, 1, "bfloat16"), local_window_size=(100, 57))
 

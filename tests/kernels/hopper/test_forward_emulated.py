@@ -54,6 +54,12 @@ def test_dims_that_are_padded(head_dim: int, value_dim: int) -> None:
     check(draw(2, (1, 100, 3, head_dim), 150, 1, "bfloat16", value_dim=value_dim), is_causal=True)
 
 
+def test_ids_of_keys_past_the_last_that_is_seen() -> None:
+    """The kernel leaves such keys out; the ids of the next batch row must not move."""
+    ids = [np.random.default_rng(12).integers(0, 4, (2, length)).astype(np.int32) for length in (100, 103)]
+    check(draw(12, (2, 100, 2, 64), 103, 1, "bfloat16"), segment_ids=tuple(ids), is_causal=True)
+
+
 @pytest.mark.parametrize("window", [(0, 0), (30, 0), (100, 57), (5, None), (None, 9), (300, 300)], ids=str)
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 def test_windows(window: tuple[int | None, int | None], alignment: str) -> None:
