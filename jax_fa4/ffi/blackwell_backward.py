@@ -19,6 +19,7 @@ from jax_fa4.ffi.forward_call import MAX_SECTIONS, REMEDY, UNBOUNDED, mask_kind,
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
 from jax_fa4.ffi.postprocess import postprocess
 from jax_fa4.ffi.preprocess import Preprocessed, padded_length, preprocess
+from jax_fa4.kernels import bundle
 from jax_fa4.kernels.blackwell.backward_plans import (
     ARCHITECTURE,
     BACKWARD_DTYPES,
@@ -30,7 +31,7 @@ from jax_fa4.kernels.blackwell.backward_plans import (
     backward_plan,
     padded_head_dims,
 )
-from jax_fa4.kernels.plan import DTYPES, PlanError
+from jax_fa4.kernels.plan import DTYPES, KernelPlan, PlanError
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table, later_items
 from jax_fa4.schedule.tiles import tile_bounds
@@ -44,10 +45,22 @@ def why_not(problem: AttentionProblem) -> str | None:
     if reason is not None:
         return reason
     try:
-        padded_head_dims(problem.head_dim, problem.value_dim)
+        plan = plan_of(problem)
     except PlanError as error:
         return f"{error} {REMEDY}"
-    return None
+    return bundle.why_unavailable(plan)
+
+
+def plan_of(problem: AttentionProblem, tiles: Tiles | None = None) -> KernelPlan:
+    """The plan of the kernel that takes a problem; `tiles` None: those of `BACKWARD_TILES`."""
+    return backward_plan(
+        problem.dtype,
+        padded_head_dims(problem.head_dim, problem.value_dim),
+        _mask_kind(problem),
+        tiles=tiles,
+        soft_cap=problem.logits_soft_cap is not None,
+        ordered=problem.deterministic,
+    )
 
 
 def _mask_kind(problem: AttentionProblem) -> Mask:
@@ -159,14 +172,7 @@ def _sums_and_grads(
 ) -> dict[str, jax.Array]:
     """The backward kernel: float32 sums of the query gradients, and the gradients of keys and values."""
     mask = _mask_kind(problem)
-    plan = backward_plan(
-        problem.dtype,
-        padded_head_dims(problem.head_dim, problem.value_dim),
-        mask,
-        tiles=tiles,
-        soft_cap=problem.logits_soft_cap is not None,
-        ordered=problem.deterministic,
-    )
+    plan = plan_of(problem, tiles)
     integers = _integers(problem, tiles, prepared.accumulator.shape[-1])
     if mask != "band":
         is_of_row = buffers["lo"].shape[0] > 1

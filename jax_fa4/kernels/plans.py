@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jax_fa4.kernels.blackwell import backward_plans
 from jax_fa4.kernels.blackwell import plans as blackwell
 from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, SHORT_TILES, forward_plan
 from jax_fa4.kernels.plan import (
@@ -145,3 +146,4 @@ def bundled_plans() -> Iterator[KernelPlan]:
                 for mask in MASKS:
                     yield forward_plan(dtype, head_dim, mask, tiles=tiles)
     yield from blackwell.bundled_plans()
+    yield from backward_plans.bundled_plans()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -112,6 +113,14 @@ def padded_head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 def box_columns(dim: int) -> int:
     """Columns of a box: as wide as the widest swizzle that divides the dimension."""
     return 64 if dim % 64 == 0 else 32
+
+
+def bundled_plans() -> Iterator[KernelPlan]:
+    """Plans whose binaries the wheel carries: without caps and fixed orders, of the usual dimensions."""
+    for dtype in BACKWARD_DTYPES:
+        for dims in ((64, 64), (128, 128)):
+            for mask in MASKS:
+                yield backward_plan(dtype, dims, mask)
 
 
 def _tensor_maps(dtype: str, head_dim: int, value_dim: int, ctas: int) -> tuple[TensorMap, ...]:
