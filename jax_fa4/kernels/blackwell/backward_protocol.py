@@ -86,15 +86,16 @@ class BackwardProtocol(Protocol):
         program = self.programs[f"compute {rank}.{group}"]
         columns = group * HALF, (group + 1) * HALF
         for use in range(self.steps):
+            statistics = self.stage_of("statistics", use % self.stages("statistics"), rank, is_write=False)
             program.append(Wait(*self.ring("statistics_landed", use, rank)))
             program.append(Wait(self.event("scores_ready", 0, rank), use))
-            program.append(self.columns("scores", rank, False, *columns))
+            program += [self.columns("scores", rank, False, *columns), statistics]
             program.append(self._half("probs", group, rank, is_write=True))
             program.append(Arrive(self.event("probs_ready", 0, rank), WARPS_PER_GROUP))
             program.append(Wait(self.event("grad_probs_ready", 0, rank), use))
             program.append(self.columns("grad_probs", rank, False, *columns))
             program.append(self._half("grad_probs", group, rank, is_write=True))
-            program.append(self.stage_of("statistics", use % self.stages("statistics"), rank, is_write=False))
+            program.append(statistics)
             if use > 0:
                 program.append(Wait(self.event("grad_query_ready", 0, rank), use - 1))
             self._keep_or_send(program, rank, group, use)
