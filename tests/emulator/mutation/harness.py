@@ -14,7 +14,8 @@ from tests.emulator.device import Buffer, DriverError, Kernel, check
 
 FLOAT32, BFLOAT16 = 7, 9  # CUtensorMapDataType
 SWIZZLE_128B = 3
-TILES, BLOCKS, CTAS = 3, 5, 2  # phases of every barrier complete several times; rings wrap with an odd count
+# Phases of every barrier complete several times, so surplus arrivals add up to a phase; rings wrap with an odd count.
+TILES, BLOCKS, CTAS = 5, 5, 2
 
 
 def tensor_map(buffer: Buffer, element: int, box: Sequence[int]) -> bytes:
