@@ -3,8 +3,9 @@
     python -m benchmarks.attention --kinds=dense,packed --out=out/attention.json --plot=out/attention.png
 
 `dense`: full and causal calls of 16k tokens, hidden size 2048; `packed`: 4 rows of 8192 tokens, 16 heads of 128, filled
-with documents of log-normal lengths, causal; `orders`: the Hopper forward with its work table in plain order, reversed,
-and longest first; `overhead`: how long the host takes to issue one jitted call of 512 tokens.
+with documents of log-normal lengths, causal; `overhead`: how long the host takes to issue one jitted call of 512 tokens.
+Choices inside the Hopper forward: `orders`, its work table in plain order, reversed, and longest first; `short`, either of
+its tiles; `decode`, heads of a group packed into a tile or not.
 
 A figure is the median over turns; a turn of a candidate is as many calls as take about --turn_ms. TFLOP/s count 4 D for
 each visible pair, half for causal ones, and 2.5 times as much for the backward.
@@ -31,13 +32,14 @@ from benchmarks.candidates import (
     NotMeasuredError,
     Start,
     all_candidates,
+    hopper_candidates,
     installed,
-    order_candidates,
     wait,
 )
 from benchmarks.cases import PASSES, Case, dense_cases, packed_case
 
-KINDS = ("dense", "packed", "orders", "overhead")
+KINDS = ("dense", "packed", "orders", "short", "decode", "overhead")
+OF_HOPPER = ("orders", "short", "decode")  # choices inside the Hopper forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,10 @@ class Settings:
     packed_rows: int = 4
     packed_length: int = 8192
     overhead_length: int = 512
+    short_lengths: tuple[int, ...] = (64, 128, 192, 256, 384, 512, 640, 1024)
+    decode_batch: int = 32
+    decode_queries: tuple[int, ...] = (1, 8)
+    decode_keys: int = 8192
     turns: int = 7
     turn_ms: float = 30.0
 
@@ -134,6 +140,11 @@ def cases_of(settings: Settings, kind: str) -> list[Case]:
         return [packed_case(median, rows, length, heads, head_dim) for median in settings.medians]
     if kind == "overhead":
         return [Case(1, settings.overhead_length, heads, heads, head_dim, True)]
+    if kind == "short":
+        return list(dense_cases((head_dim,), settings.short_lengths, settings.tokens, settings.hidden))
+    if kind == "decode":
+        shape = settings.decode_batch, settings.decode_keys, 2 * heads, max(heads // 2, 1), head_dim
+        return [Case(*shape, queries=queries) for queries in settings.decode_queries]
     cases = list(dense_cases(settings.head_dims, settings.lengths, settings.tokens, settings.hidden))
     return cases if kind == "dense" else [case for case in cases if case.is_causal]
 
@@ -146,7 +157,7 @@ def measure(settings: Settings, console: Console) -> Iterator[Figure]:
         if installed(name) and (not settings.candidates or name in settings.candidates)
     }
     for kind in settings.kinds:
-        candidates = order_candidates() if kind == "orders" else chosen
+        candidates = hopper_candidates(kind) if kind in OF_HOPPER else chosen
         for case in cases_of(settings, kind):
             for passes in settings.passes:
                 starts = started(candidates, case, passes, console)
@@ -155,7 +166,7 @@ def measure(settings: Settings, console: Console) -> Iterator[Figure]:
                         yield Figure(f"host, {case.name}", passes, name, seconds * 1e3, None)
                     continue
                 timed = interleaved_seconds(starts, settings.turns, settings.turn_ms / 1e3)
-                label = f"order, {case.name}" if kind == "orders" else case.name
+                label = f"{kind}, {case.name}" if kind in OF_HOPPER else case.name
                 for name, seconds in timed.items():
                     yield Figure(label, passes, name, seconds * 1e3, case.flop(passes) / seconds / 1e12)
 

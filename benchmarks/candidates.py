@@ -20,6 +20,7 @@ import jax_fa4
 from benchmarks.cases import Case
 from jax_fa4 import arguments
 from jax_fa4.ffi.hopper_forward import hopper_forward
+from jax_fa4.kernels.hopper.plans import FORWARD_TILES, SHORT_TILES
 from jax_fa4.schedule.order import Policy
 
 Start = Callable[[], Any]
@@ -37,7 +38,9 @@ def operands(case: Case) -> tuple[jax.Array, ...]:
     """Query, key, value and the output's cotangent."""
     seeds = jax.random.split(jax.random.key(0), 4)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    shapes = [(case.batch, case.length, count, case.head_dim) for count in heads]
+    queries = case.queries or case.length
+    lengths = (queries, case.length, case.length, queries)
+    shapes = [(case.batch, *one, case.head_dim) for one in zip(lengths, heads, strict=True)]
     return tuple(jax.random.normal(seed, shape, DTYPE) for seed, shape in zip(seeds, shapes, strict=True))
 
 
@@ -72,16 +75,23 @@ def ours(implementation: str | None, traced_ids: bool = False, dense: bool = Fal
     return candidate
 
 
-def in_order(policy: Policy) -> Candidate:
-    """The Hopper forward with its work table in another order."""
+def hopper_with(**choices: Any) -> Candidate:
+    """The Hopper forward with other choices than its own: order of the work table, tiles, packing of groups.
+
+    Tiles "usual" and "short" are those of the plans for the case's head dimension.
+    """
+    tables = {"usual": FORWARD_TILES, "short": SHORT_TILES}
 
     def candidate(case: Case, passes: str) -> Start:
         if passes != "forward":
-            raise NotMeasuredError("orders are compared in the forward")
+            raise NotMeasuredError("it is a forward")
+        given = dict(choices)
+        if "tiles" in given:
+            given["tiles"] = tables[given["tiles"]][case.head_dim]
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             call = arguments.read_call(query, key, value, segment_ids=case.segment_ids, is_causal=case.is_causal)
-            return hopper_forward(call.problem, call.operands, policy=policy)[0]
+            return hopper_forward(call.problem, call.operands, **given)[0]
 
         return start_in_jax(attend, case, passes)
 
@@ -167,9 +177,19 @@ def all_candidates(implementation: str | None = None) -> dict[str, Candidate]:
     }
 
 
-def order_candidates() -> dict[str, Candidate]:
-    """The Hopper forward, its table in each order."""
-    return {policy.value: in_order(policy) for policy in Policy}
+def hopper_candidates(kind: str) -> dict[str, Candidate]:
+    """The Hopper forward: its table in each order; both tiles, for short sequences; with and without packed groups."""
+    if kind == "orders":
+        return {policy.value: hopper_with(policy=policy) for policy in Policy}
+    if kind == "short":
+        return {f"{name} tiles": hopper_with(tiles=name) for name in ("usual", "short")} | {"jax.nn": of_jax_nn}
+    choices = {"packed": True, "not packed": False}
+    decode = {
+        f"{name}, {tiles} tiles": hopper_with(packed=packed, tiles=tiles)
+        for name, packed in choices.items()
+        for tiles in ("usual", "short")
+    }
+    return decode | {"jax.nn": of_jax_nn}
 
 
 NEEDS: Mapping[str, tuple[str, ...]] = {

@@ -16,12 +16,13 @@ class Case:
 
     Attributes:
       batch: batch rows.
-      length: queries and keys.
+      length: queries and keys; keys alone where `queries` says otherwise.
       heads: query heads.
       kv_heads: key and value heads.
       head_dim: of queries, keys and values.
       is_causal: causal.
       documents: for packed rows, the documents' lengths in each batch row.
+      queries: queries of a step of decoding, which see all keys; 0: as many as keys.
     """
 
     batch: int
@@ -31,6 +32,7 @@ class Case:
     head_dim: int
     is_causal: bool = False
     documents: tuple[tuple[int, ...], ...] | None = None
+    queries: int = 0
 
     @property
     def name(self) -> str:
@@ -38,6 +40,8 @@ class Case:
         if self.documents is not None:
             lengths = [length for row in self.documents for length in row]
             return f"packed, {len(lengths)} documents of {int(np.median(lengths))} in the median"
+        if self.queries:
+            return f"{self.queries} of {self.length}, {self.batch} x {self.heads} heads over {self.kv_heads}"
         return f"d{self.head_dim} {'causal' if self.is_causal else 'full'} {self.length}"
 
     @property
@@ -50,6 +54,8 @@ class Case:
     def flop(self, passes: str) -> float:
         """4 D for each pair of a query and a key that sees it, halved for causal ones, in each head; 2.5 times as much
         backward."""
+        if self.queries:
+            return 4.0 * self.queries * self.length * self.head_dim * self.heads * self.batch
         rows = self.documents if self.documents is not None else ((self.length,),) * self.batch
         pairs = sum(float(length) ** 2 for row in rows for length in row) / (2 if self.is_causal else 1)
         return 4 * pairs * self.head_dim * self.heads * (1.0 if passes == "forward" else 3.5)

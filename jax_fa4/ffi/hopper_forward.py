@@ -64,22 +64,33 @@ def is_packed(problem: AttentionProblem, tiles: Tiles) -> bool:
     return packs_heads(problem, tiles.rows, tiles.key_tile, HOPPER)
 
 
-def plan_of(problem: AttentionProblem, tiles: Tiles | None = None, policy: Policy | None = None) -> KernelPlan:
+def plan_of(
+    problem: AttentionProblem,
+    tiles: Tiles | None = None,
+    policy: Policy | None = None,
+    packed: bool | None = None,
+) -> KernelPlan:
     """The plan of the kernel that takes a problem; arguments as for `forward_call`."""
     return forward_plan(
         problem.dtype,
         padded_head_dim(max(problem.head_dim, problem.value_dim)),
-        forward_call(problem, tiles, policy).mask_kind,
+        forward_call(problem, tiles, policy, packed).mask_kind,
         tiles=tiles or tiles_of(problem),
         soft_cap=problem.logits_soft_cap is not None,
         sinks=problem.has_sinks,
     )
 
 
-def forward_call(problem: AttentionProblem, tiles: Tiles | None = None, policy: Policy | None = None) -> ForwardCall:
-    """The problem as the kernel takes it; `tiles` None: those of `tiles_of`; `policy` as for `hopper_forward`."""
+def forward_call(
+    problem: AttentionProblem,
+    tiles: Tiles | None = None,
+    policy: Policy | None = None,
+    packed: bool | None = None,
+) -> ForwardCall:
+    """The problem as the kernel takes it; `tiles`, `policy` and `packed` as for `hopper_forward`."""
     tiles = tiles or tiles_of(problem)
-    return ForwardCall(problem, tiles.rows, tiles.key_tile, HOPPER, policy=policy, packed=is_packed(problem, tiles))
+    packed = is_packed(problem, tiles) if packed is None else packed
+    return ForwardCall(problem, tiles.rows, tiles.key_tile, HOPPER, policy=policy, packed=packed)
 
 
 def describe(problem: AttentionProblem) -> list[tuple[str, str]]:
@@ -93,6 +104,7 @@ def hopper_forward(
     *,
     tiles: Tiles | None = None,
     policy: Policy | None = None,
+    packed: bool | None = None,
     driver: str = CUDA_DRIVER,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention by the kernel of `jax_fa4.kernels.hopper.forward`.
@@ -103,6 +115,7 @@ def hopper_forward(
         as the problem says.
       tiles: sizes of the kernel; None: those of `tiles_of`.
       policy: order of the work table, to compare orders; None: longest first, by arithmetic where no table is needed.
+      packed: whether the heads of a group are rows of a tile (not with sinks); None: as `is_packed` says.
       driver: the driver library that launches it.
 
     Returns:
@@ -116,8 +129,8 @@ def hopper_forward(
         raise LaunchError(reason)
     if problem.is_empty:
         return empty_results(problem, operands)
-    call = forward_call(problem, tiles, policy)
-    plan = plan_of(problem, tiles, policy)
+    call = forward_call(problem, tiles, policy, packed)
+    plan = plan_of(problem, tiles, policy, packed)
     buffers, integers = call.arguments(operands)
     results = launch(plan, buffers, call.results(), integers, softmax_floats(problem), driver=driver)
     return call.unpack(results["out"]), call.unpack(results["lse"])

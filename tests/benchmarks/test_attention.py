@@ -21,6 +21,10 @@ TINY = {
     "packed_rows": 2,
     "packed_length": 64,
     "overhead_length": 16,
+    "short_lengths": (40,),
+    "decode_batch": 1,
+    "decode_queries": (2,),
+    "decode_keys": 50,
     "turns": 1,
     "turn_ms": 0.1,
 }
@@ -47,6 +51,10 @@ def test_orders_run_the_kernel(hopper_on_the_cpu: None) -> None:
     settings = attention.Settings(kinds=("orders",), passes=("forward",), **TINY)
     figures = list(attention.measure(settings, Console(quiet=True)))
     assert [one.candidate for one in figures] == ["plain", "reversed", "longest_first"] * 2
+    settings = attention.Settings(kinds=("short", "decode"), passes=("forward",), **TINY)
+    figures = list(attention.measure(settings, Console(quiet=True)))
+    assert [one.candidate for one in figures[:6]] == ["usual tiles", "short tiles", "jax.nn"] * 2
+    assert len(figures) == 6 + 5
 
 
 @pytest.fixture
