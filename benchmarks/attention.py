@@ -2,10 +2,10 @@
 
     python -m benchmarks.attention --kinds=dense,packed --out=out/attention.json --plot=out/attention.png
 
-`dense`: full and causal calls of 16k tokens, hidden size 2048; `packed`: 4 rows of 8192 tokens, 16 heads of 128, filled
-with documents of log-normal lengths, causal; `overhead`: how long the host takes to issue one jitted call of 512 tokens.
-Choices inside the Hopper forward: `orders`, its work table in plain order, reversed, and longest first; `short`, either of
-its tiles; `decode`, heads of a group packed into a tile or not.
+`dense`: full and causal calls of 16k tokens, hidden size 2048; `packed`: 4 rows of 8192 tokens, 16 heads, causal,
+filled with documents of log-normal lengths; `overhead`: how long the host takes to issue a jitted call of 512 tokens.
+Choices inside the Hopper forward: `orders`, its work table in plain order, reversed, and longest first; `short`, either
+of its tiles; `decode`, heads of a group packed into a tile or not.
 
 A figure is the median over turns; a turn of a candidate is as many calls as take about --turn_ms. TFLOP/s count 4 D for
 each visible pair, half for causal ones, and 2.5 times as much for the backward.
