@@ -95,6 +95,7 @@ def interleaved_seconds(starts: Mapping[str, Start], turns: int, turn_seconds: f
     seconds: dict[str, list[float]] = {name: [] for name in starts}
     for _ in range(turns):
         for name, start in starts.items():
+            wait(start())  # untimed: what the candidate before left in caches and clocks
             begin = time.perf_counter()
             for _ in range(calls[name]):
                 result = start()

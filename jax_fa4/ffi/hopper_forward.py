@@ -31,7 +31,9 @@ from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Policy
 
 HOPPER = ARCHITECTURES["sm_90"]
-SHORT_COST = 1.15  # time of a row of `SHORT_TILES` by one of `FORWARD_TILES`, in long sequences (docs/performance.md)
+# Time of a row of `SHORT_TILES` by one of `FORWARD_TILES`, from where the two are equal: 512 and 1024 rows, which they
+# cover with 512 and 576, 1024 and 1152 (docs/performance.md, short sequences).
+SHORT_COST = 1.1
 
 
 def why_not(problem: AttentionProblem) -> str | None:

@@ -278,10 +278,13 @@ class Attend:
         warpgroup.wait_group(1)
         self.release(keys, step)
         self.finish_scores(step, is_masked)
-        self.raise_max_if_exceeded()
-        self.softmax.exponentiate(self.scores)
+        is_exceeded = cute.arch.vote_any_sync(self.softmax.exceeded(self.scores))
+        # Not later, nor in the branch: all warps of a group must come to a wait together (PTX ISA, wgmma.wait_group).
+        # The compiler moves it before the exponentials in any case.
         warpgroup.wait_group(0)
         self.release(values, step - 1)
+        self.raise_max_if(is_exceeded)
+        self.softmax.exponentiate(self.scores)
         self.round_probs()
 
     def last(self, step: Int32) -> None:
@@ -337,12 +340,11 @@ class Attend:
                 hide_other_ids(self.scores, half, ids.of_query(self.row + 8 * half), ids, first_column)
 
     @cute.jit
-    def raise_max_if_exceeded(self) -> None:
+    def raise_max_if(self, is_exceeded: Any) -> None:
         """Take new maxima, and bring the output to them, where a score of this warp is too high for the old ones."""
-        if cute.arch.vote_any_sync(self.softmax.exceeded(self.scores)):
+        if is_exceeded:
             factors = cute.make_rmem_tensor((2,), Float32)
             self.softmax.raise_max(self.scores, factors)
-            warpgroup.wait_group(0)
             self.rescale(factors)
 
     def rescale(self, factors: cute.Tensor) -> None:

@@ -94,7 +94,7 @@ def test_integers_of_a_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "groups"), [(1, 2), (128, 2), (129, 3), (192, 3), (200, 2), (256, 2), (257, 3), (512, 3), (8192, 3)]
+    ("length", "groups"), [(1, 2), (128, 2), (129, 3), (192, 3), (256, 2), (257, 3), (384, 3), (640, 2), (8192, 3)]
 )
 def test_tiles_leave_few_rows_empty(length: int, groups: int) -> None:
     assert wrapper.tiles_of(read((2, length, 4, 128), 300, 4).problem).groups == groups
