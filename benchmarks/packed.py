@@ -159,10 +159,10 @@ def of_cudnn_packed(case: Case, passes: str) -> Start:
     most = max(map(len, case.documents))
     sizes = np.zeros((case.batch, most), np.int32)
     offsets = np.zeros((case.batch, most + 1), np.int32)
-    for row, lengths in enumerate(case.documents):
-        sizes[row, : len(lengths)] = lengths
+    for row, documents in enumerate(case.documents):
+        sizes[row, : len(documents)] = documents
         offsets[row, 1:] = case.length
-        offsets[row, 1 : len(lengths) + 1] = np.cumsum(lengths)
+        offsets[row, 1 : len(documents) + 1] = np.cumsum(documents)
     lengths, places = jnp.asarray(sizes), jnp.asarray(offsets)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
@@ -305,7 +305,7 @@ def draw(settings: Settings, path: Path) -> None:
     """The schedule of each training case's forward, simulated on an H200, one below the other; idle time is red."""
     from jax_fa4 import arguments
     from jax_fa4.cost import ARCHITECTURES
-    from jax_fa4.problem import AttentionOperands
+    from jax_fa4.problem import AttentionOperands, AttentionProblem
     from jax_fa4.schedule import plot
     from jax_fa4.schedule.order import forward_table
     from jax_fa4.schedule.simulate import simulate
@@ -316,7 +316,8 @@ def draw(settings: Settings, path: Path) -> None:
     for one, kind in zip(axes, settings.lengths, strict=True):
         case = training_case(kind, settings)
         shape = jax.ShapeDtypeStruct((case.batch, case.length, case.heads, case.head_dim), jnp.bfloat16)
-        ids, problems = case.segment_ids, []
+        ids = case.segment_ids
+        problems: list[AttentionProblem] = []
 
         def read(*tensors: Any, ids: Any = ids, problems: Any = problems) -> None:
             problems.append(arguments.read_call(*tensors, segment_ids=ids, is_causal=True).problem)
