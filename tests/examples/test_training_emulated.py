@@ -1,4 +1,4 @@
-"""The example's model trains on the emulated Blackwell GPU, forward and backward by its kernels, as it does in plain JAX.
+"""The example trains on the emulated Blackwell GPU, forward and backward by its kernels, as it does in plain JAX.
 
 No Blackwell GPU has run it.
 """
@@ -20,7 +20,7 @@ from jax_fa4 import emulator
 from tests.emulator.conftest import built_library, gpu
 
 __all__ = ["built_library", "gpu"]
-pytest.importorskip("cutlass", reason="not all of these kernels are in the wheel; nvidia-cutlass-dsl builds them")
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl builds the kernels that the wheel lacks")
 
 STEPS = 3
 CONFIG = ModelConfig(layers=1, width=32, query_heads=2, kv_heads=1, head_dim=64, hidden_width=48)
