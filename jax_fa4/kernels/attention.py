@@ -17,6 +17,7 @@ from jax_fa4.blockwise import blockwise
 from jax_fa4.cost import ARCHITECTURES as COSTS
 from jax_fa4.dispatch import Target, current_target
 from jax_fa4.ffi import blackwell_backward, blackwell_forward, hopper_backward, hopper_forward, launch
+from jax_fa4.ffi.preprocess import padded_length
 from jax_fa4.kernels.plan import Architecture, architectures_for
 from jax_fa4.problem import AttentionOperands, AttentionProblem, PlannedGrids
 from jax_fa4.splitting import Split, choose_split, problem_of, run_split
@@ -58,13 +59,28 @@ def _blackwell_kernels(architecture: str) -> Kernels:
     )
 
 
+def _describe_hopper(problem: AttentionProblem) -> Details:
+    plan, grid = hopper_backward.plan_of(problem), hopper_backward.grid_of(problem)
+    items = grid.batch * grid.heads * -(-problem.key_length // grid.row_tile)
+    # Sums of the query gradients, and log-sum-exp and delta, float32 for each row of the padded queries.
+    rows = problem.batch * problem.query_heads * padded_length(problem.query_length)
+    workspace = rows * (int(plan.option("sum_columns")) + 2) * 4
+    return [
+        *hopper_forward.describe(problem),
+        ("backward kernel", plan.key),
+        ("its tile", f"{grid.row_tile} keys x {grid.column_tile} queries"),
+        ("its schedule", f"{items:,} items"),
+        ("its workspace", f"{workspace:,} bytes"),
+    ]
+
+
 # By the names of `jax_fa4.kernels.plan.ARCHITECTURES`.
 KERNELS: Mapping[str, Kernels] = {
     "sm_90a": Kernels(
         forward=hopper_forward.hopper_forward,
         backward=hopper_backward.hopper_backward,
         why_not=hopper_backward.why_not,
-        describe=hopper_forward.describe,
+        describe=_describe_hopper,
         grids=lambda problem: PlannedGrids(hopper_forward.forward_call(problem).grid, hopper_backward.grid_of(problem)),
     ),
     **{name: _blackwell_kernels(name) for name in blackwell_forward.ARCHITECTURE_NAMES},

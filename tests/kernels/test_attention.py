@@ -164,7 +164,15 @@ def test_explain_says_tiles_schedule_and_workspace() -> None:
     shape = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
     text = str(jax_fa4.explain(shape, shape, shape, is_causal=True, implementation="emulated"))
     assert max(map(len, text.splitlines())) <= 96
-    for part in ("192 queries x 80 keys", "704 items", "132 multiprocessors", "0 bytes"):
+    parts = (
+        "192 queries x 80 keys",
+        "704 items",
+        "132 multiprocessors",
+        "0 bytes",
+        "128 keys x 64 queries",
+        "1,024 items",
+    )
+    for part in (*parts, "1,024 items", f"{2 * 16 * 4096 * 130 * 4:,} bytes"):
         assert part in " ".join(text.split())
     ids = np.sort(np.random.default_rng(0).integers(0, 9, (2, 4096)), axis=-1)
     for given, when in ((ids, "key tiles"), (jnp.asarray(ids), "ordered when the call runs")):
