@@ -126,7 +126,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("head_dim", DIMS)
 def test_grid(head_dim: int, option: str, dtype: str) -> None:
     for seed, completion in enumerate(("random", "eager", "lazy", "random")):
-        lengths = (300, 300) if "ids" in option else [(300, 300), (130, 300), (300, 129), (1, 260)][seed]
+        lengths = (
+            (300, 300)
+            if "ids" in option or "lengths" in option
+            else [(300, 300), (130, 300), (300, 129), (1, 260)][seed]
+        )
         heads = [(2, 1), (1, 1), (4, 2), (3, 3)][seed]
         shape = (2, lengths[0], heads[0], head_dim)
         tensors = draw(seed, shape, lengths[1], heads[1], dtype, value_dim=DIMS[head_dim])
