@@ -21,6 +21,7 @@ from jax_fa4.ffi.preprocess import Preprocessed, preprocess
 from jax_fa4.kernels import bundle
 from jax_fa4.kernels.hopper.backward_plans import (
     BACKWARD_TILES,
+    CAPPED_TILES,
     KEY_TILE,
     BackwardTiles,
     backward_plan,
@@ -42,21 +43,34 @@ def why_not(problem: AttentionProblem) -> str | None:
     return hopper_forward.why_not(problem) or bundle.why_unavailable(plan_of(problem))
 
 
+def tiles_of(problem: AttentionProblem) -> BackwardTiles:
+    """The sizes of the kernel that takes a problem."""
+    tiles = BACKWARD_TILES if problem.logits_soft_cap is None else CAPPED_TILES
+    return tiles[padded_head_dim(max(problem.head_dim, problem.value_dim))]
+
+
 def plan_of(problem: AttentionProblem, tiles: BackwardTiles | None = None) -> KernelPlan:
-    """The plan of the kernel that takes a problem; `tiles` None: those of `BACKWARD_TILES`."""
+    """The plan of the kernel that takes a problem; `tiles` None: those of `tiles_of`."""
+    return _plan(problem, tiles, _splits(problem) > 1)
+
+
+def _plan(problem: AttentionProblem, tiles: BackwardTiles | None, is_split: bool) -> KernelPlan:
     return backward_plan(
         problem.dtype,
         padded_head_dim(max(problem.head_dim, problem.value_dim)),
         mask_kind(problem),
-        tiles=tiles,
+        tiles=tiles or tiles_of(problem),
         soft_cap=problem.logits_soft_cap is not None,
         ordered=problem.deterministic,
-        split=_splits(problem) > 1,
+        split=is_split,
     )
 
 
 def _splits(problem: AttentionProblem) -> int:
-    """Items that share the query heads of a KV head: as few as give every multiprocessor work."""
+    """Items that share the query heads of a KV head: as few as give every multiprocessor work; 1 where that kernel,
+    which is not in the wheel, is not at hand."""
+    if problem.group_size == 1 or bundle.why_unavailable(_plan(problem, None, is_split=True)) is not None:
+        return 1
     items = problem.batch * problem.kv_heads * -(-problem.key_length // KEY_TILE)
     wanted = ITEMS_PER_SM * ARCHITECTURES["sm_90"].sms
     divisors = [one for one in range(1, problem.group_size + 1) if problem.group_size % one == 0]
@@ -65,7 +79,7 @@ def _splits(problem: AttentionProblem) -> int:
 
 def grid_of(problem: AttentionProblem) -> WorkGrid:
     """What there is to order of a problem that the kernel takes."""
-    tiles = BACKWARD_TILES[padded_head_dim(max(problem.head_dim, problem.value_dim))]
+    tiles = tiles_of(problem)
     shared = dataclasses.replace(problem, kv_heads=problem.kv_heads * _splits(problem))
     return backward_grid(shared, tiles.query_tile, KEY_TILE, ARCHITECTURES["sm_90"], whole_group=True)
 
@@ -207,7 +221,7 @@ def hopper_backward(
       lse: its log-sum-exp (B, T, N), float32.
       grad_out: the output's cotangent (B, T, N, D), in the problem's dtype.
       grad_lse: the log-sum-exp's cotangent (B, T, N), float32.
-      tiles: sizes of the kernel; None: those of `BACKWARD_TILES`.
+      tiles: sizes of the kernel; None: those of `tiles_of`.
       driver: the driver library that launches it.
 
     Returns:
@@ -227,7 +241,7 @@ def hopper_backward(
     query, grad_out, grad_lse = _zero_unseen(seeing.lo < seeing.hi, operands.query, grad_out, grad_lse)
     key, value = _zero_unseen(seen.lo < seen.hi, operands.key, operands.value)
     head_dim = padded_head_dim(max(problem.head_dim, problem.value_dim))
-    tiles = tiles or BACKWARD_TILES[head_dim]
+    tiles = tiles or tiles_of(problem)
     width = sum_columns(head_dim)
     prepared = preprocess(
         out, grad_out, lse, grad_lse, accumulator_width=width, architecture=ARCHITECTURE, driver=driver

@@ -74,19 +74,22 @@ class Load:
         self.lse_rows, self.delta_rows = rows
 
     @cute.jit
-    def run(self, kv_head: Int32) -> None:
-        """Issue every copy of the item, in the order in which the first step wants them."""
+    def run_queries(self, kv_head: Int32) -> None:
+        """Keys, and queries of every step."""
         context = self.context
         if context.walk.steps > 0:
             self.load_keys(self.key_map, context.key, context.key_landed, kv_head)
-            self.load_queries(Int32(0))
+            for step in cutlass.range(0, context.walk.steps, 1, unroll=1):
+                self.load_queries(Int32(step))
+
+    @cute.jit
+    def run_grads(self, kv_head: Int32) -> None:
+        """Values, and output gradients of every step."""
+        context = self.context
+        if context.walk.steps > 0:
             self.load_keys(self.value_map, context.value, context.value_landed, kv_head)
-            self.load_grads(Int32(0))
-            for step in cutlass.range(1, context.walk.steps, 1, unroll=1):
-                self.load_step(self.query_map, context.query, context.queries, self.lse_rows, context.lse, Int32(step))
-                self.load_step(
-                    self.grad_out_map, context.grad_out, context.grads, self.delta_rows, context.delta, Int32(step)
-                )
+            for step in cutlass.range(0, context.walk.steps, 1, unroll=1):
+                self.load_grads(Int32(step))
 
     def load_keys(self, tensor_map: cute.CopyAtom, buffer: cute.Tensor, landed: cute.Pointer, kv_head: Int32) -> None:
         """The item's keys or values."""
@@ -264,7 +267,9 @@ class HopperBackward:
         if this_warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(shape.load_registers)
             if this_warp == 0:
-                Load(context, (query_map, key_map, value_map, grad_out_map), (lse, delta)).run(kv_head)
+                Load(context, (query_map, key_map, value_map, grad_out_map), (lse, delta)).run_queries(kv_head)
+            if this_warp == 2:
+                Load(context, (query_map, key_map, value_map, grad_out_map), (lse, delta)).run_grads(kv_head)
             if this_warp == 1:
                 Add(context, sums, flags, order).run()
         else:
@@ -304,14 +309,15 @@ class HopperBackward:
             return memory.allocate_tensor(shape.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
         key, value = (tiles(shape.tile_layout(KEY_TILE, 1)) for _ in range(2))
-        query, grad_out = (tiles(shape.tile_layout(shape.query_tile, shape.stages)) for _ in range(2))
+        counts = shape.query_stages, shape.grad_stages
+        query, grad_out = (tiles(shape.tile_layout(shape.query_tile, count)) for count in counts)
         grad_scores = tiles(shape.grad_score_layout())
         staged = memory.allocate_array(Float32, GROUPS * shape.sum_floats)
-        lse, delta = (memory.allocate_array(Float32, shape.stages * shape.query_tile) for _ in range(2))
-        barriers = memory.allocate_array(Int64, 2 + 4 * shape.stages)
+        lse, delta = (memory.allocate_array(Float32, count * shape.query_tile) for count in counts)
+        barriers = memory.allocate_array(Int64, 2 + 2 * sum(counts))
         stage_bytes = shape.query_tile * (shape.row_bytes + 4)
-        queries = Ring(barriers + 2, shape.stages, stage_bytes)
-        grads = Ring(barriers + 2 + 2 * shape.stages, shape.stages, stage_bytes)
+        queries = Ring(barriers + 2, shape.query_stages, stage_bytes)
+        grads = Ring(barriers + 2 + 2 * shape.query_stages, shape.grad_stages, stage_bytes)
         buffers = key, value, query, grad_out, grad_scores, staged, lse, delta
         return Context(shape, walk, first_head, heads, query_tiles, *buffers, barriers, barriers + 1, queries, grads)
 

@@ -29,6 +29,12 @@ from jax_fa4.kernels.parts.rounding import round_pair
 from jax_fa4.kernels.parts.softmax_row import cap
 from jax_fa4.kernels.parts.tile_mask import hide, hide_other_ids
 
+BLOCK_ELEMENTS = GROUP_ROWS * GROUP_ROWS // GROUP_THREADS  # scores of a thread for 64 queries
+
+
+def _exp2(exponent: Float32) -> Float32:
+    return cute.math.exp2(exponent, fastmath=True)  # type: ignore[attr-defined]
+
 
 class Compute:
     """One warpgroup: 64 keys against every visited query tile, then the gradients of these keys and values."""
@@ -64,10 +70,8 @@ class Compute:
         self.query, self.grad_out = (
             product.make_fragment_B(mine.partition_B(buffer)) for buffer in (context.query, context.grad_out)
         )
-        tile = (GROUP_ROWS, shape.query_tile)
-        self.scores, self.grad_probs = (
-            cute.make_rmem_tensor(product.partition_shape_C(tile), Float32) for _ in range(2)
-        )
+        tile = product.partition_shape_C((GROUP_ROWS, shape.query_tile))
+        self.scores, self.grad_probs = (cute.make_rmem_tensor(tile, Float32) for _ in range(2))
 
     def _partition_gradients(self) -> None:
         shape, context = self.shape, self.context
@@ -79,9 +83,9 @@ class Compute:
             return by_key.make_fragment_B(of_key.partition_B(turned))
 
         self.query_columns, self.grad_out_columns = columns(context.query), columns(context.grad_out)
-        tile = (GROUP_ROWS, shape.query_tile)
+        block = by_key.partition_shape_A((GROUP_ROWS, GROUP_ROWS))
         self.probs, self.grad_scores = (
-            cute.make_rmem_tensor(by_key.partition_shape_A(tile), shape.dtype) for _ in range(2)
+            [cute.make_rmem_tensor(block, shape.dtype) for _ in range(shape.row_blocks)] for _ in range(2)
         )
         blocks = context.grad_scores
         turned = cute.make_tensor(blocks.iterator, cute.select(blocks.layout, mode=[1, 0, 2]))
@@ -127,51 +131,69 @@ class Compute:
             warpgroup.wait_group(0)
 
     def first(self) -> None:
-        """Issue scores and probabilities' gradients of step 0, and wait for the former."""
+        """Keys and values are there; where scores are ahead, so are those of step 0."""
+        queries = self.context.queries
         cute.arch.mbarrier_wait(self.context.key_landed, 0)
-        self.context.queries.wait_landed(Int32(0))
-        warpgroup.fence()
-        self.multiply_queries(Int32(0))
+        if self.shape.is_ahead:
+            self.issue_scores(queries, Int32(0))
         cute.arch.mbarrier_wait(self.context.value_landed, 0)
-        warpgroup.wait_group(0)
+        if self.shape.is_ahead:
+            warpgroup.wait_group(0)
+
+    def issue_scores(self, queries: Ring, step: Int32) -> None:
+        """Wait for the queries and issue their scores."""
+        queries.wait_landed(step)
+        warpgroup.fence()
+        self._multiply_tiles(self.scores, self.key, self.query, queries.stage(step))
+
+    def issue_grad_probs(self, grads: Ring, step: Int32) -> None:
+        """Wait for the output gradients and issue dP."""
+        grads.wait_landed(step)
+        warpgroup.fence()
+        self._multiply_tiles(self.grad_probs, self.value, self.grad_out, grads.stage(step))
 
     def step(self, step: Any, is_masked: bool, is_last: bool) -> None:
-        """When it starts, this step's scores are there, and dK of the step before and dP of this are under way."""
-        queries, grads = self.context.queries, self.context.grads
-        grads.wait_landed(Int32(step))
-        warpgroup.fence()
-        self.multiply_grads(Int32(step))
+        """When it starts, dK of the step before is under way, and scores that are ahead are there.
+
+        dV of each block of 64 queries is issued as soon as their probabilities are there, under those of the next.
+        """
+        queries, grads, is_ahead, blocks = (
+            self.context.queries,
+            self.context.grads,
+            self.shape.is_ahead,
+            len(self.probs),
+        )
+        if not is_ahead:
+            self.issue_scores(queries, Int32(step))
+        self.issue_grad_probs(grads, Int32(step))
+        if not is_ahead:
+            warpgroup.wait_group(1)  # the scores, and dK of the step before
         if self.shape.has_cap:
-            warpgroup.wait_group(1)
-        self.finish_probs(step, is_masked)
-        if not self.shape.has_cap:
-            self.round_into(self.probs, self.scores)
-        warpgroup.wait_group(1)  # dK of the step before
-        self.release_if_any(queries, step)
-        warpgroup.fence()
-        self.multiply_probs(step)
-        warpgroup.wait_group(1)  # dP
-        self.finish_grad_scores(step)
-        if not is_last:
-            queries.wait_landed(step + 1)
+            cap(self.scores, self.cap_log2)
+        if is_masked:
+            self.hide(step)
+        for block in range(blocks):
+            self.finish_probs(step, block)
+            if block == 0:
+                if is_ahead:
+                    warpgroup.wait_group(1)  # dK of the step before
+                self.release_if_any(queries, step)
             warpgroup.fence()
-            self.multiply_queries(step + 1)
+            self.accumulate(self.grad_value, self.probs[block], self.grad_out_columns, block, grads.stage(step))
+        warpgroup.wait_group(blocks)  # dP
+        for block in range(blocks):
+            self.finish_grad_scores(step, block)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if is_ahead and not is_last:
+            self.issue_scores(queries, step + 1)
         cute.arch.barrier(barrier_id=MEETING_BARRIER, number_of_threads=GROUPS * GROUP_THREADS)
-        warpgroup.wait_group(0 if is_last else 1)  # dV
+        warpgroup.wait_group(1 if is_ahead and not is_last else 0)  # dV
         self.release(grads, step)
         warpgroup.fence()
         self.multiply_grad_scores(step)
         self.multiply_turned_grad_scores(step)
-        warpgroup.wait_group(1)  # dQ and the next scores
+        warpgroup.wait_group(1 if self.shape.is_turned else blocks)  # dQ, and scores that are ahead
         self.stage_grad_query()
-
-    def multiply_queries(self, step: Int32) -> None:
-        """Issue scores = K Q^T."""
-        self._multiply_tiles(self.scores, self.key, self.query, self.context.queries.stage(step))
-
-    def multiply_grads(self, step: Int32) -> None:
-        """Issue grad_probs = V dO^T."""
-        self._multiply_tiles(self.grad_probs, self.value, self.grad_out, self.context.grads.stage(step))
 
     def _multiply_tiles(self, result: cute.Tensor, left: cute.Tensor, right: cute.Tensor, stage: Int32) -> None:
         product = self.shape.score_product()
@@ -181,29 +203,30 @@ class Compute:
             cute.gemm(product, result, mine, right[None, None, depth, stage], result)
         warpgroup.commit_group()
 
-    def multiply_probs(self, step: Int32) -> None:
-        """Issue grad_value += P^T dO."""
-        self._accumulate(self.grad_value, self.probs, self.grad_out_columns, self.context.grads.stage(step))
+    def accumulate(self, result: cute.Tensor, left: cute.Tensor, right: cute.Tensor, block: int, stage: Int32) -> None:
+        """Issue result += left right for a block of 64 queries, left in registers."""
+        product = self.shape.key_product()
+        product.set(warpgroup.Field.ACCUMULATE, True)
+        for depth in range(GROUP_ROWS // PRODUCT_DEPTH):
+            of_tile = block * (GROUP_ROWS // PRODUCT_DEPTH) + depth
+            cute.gemm(product, result, left[None, None, depth], right[None, None, of_tile, stage], result)
+        warpgroup.commit_group()
 
     def multiply_turned_grad_scores(self, step: Int32) -> None:
         """Issue grad_key += dS^T Q."""
-        if not self.shape.is_turned:
-            self._accumulate(self.grad_key, self.grad_scores, self.query_columns, self.context.queries.stage(step))
+        shape, stage = self.shape, self.context.queries.stage(step)
+        if not shape.is_turned:
+            for block, scores in enumerate(self.grad_scores):
+                self.accumulate(self.grad_key, scores, self.query_columns, block, stage)
             return
-        shape, product, stage = self.shape, self.shape.turned_product(), self.context.queries.stage(step)
+        product = shape.turned_product()
         product.set(warpgroup.Field.ACCUMULATE, True)
         for depth in range(shape.query_tile // PRODUCT_DEPTH):
             block, place = divmod(depth, GROUP_ROWS // PRODUCT_DEPTH)
-            block = (step % SCORE_STAGES) * shape.row_blocks + block
-            left = self.turned_grad_scores[None, None, place, self.group, block]
+            left = self.turned_grad_scores[
+                None, None, place, self.group, (step % SCORE_STAGES) * shape.row_blocks + block
+            ]
             cute.gemm(product, self.grad_key, left, self.query_columns[None, None, depth, stage], self.grad_key)
-        warpgroup.commit_group()
-
-    def _accumulate(self, result: cute.Tensor, left: cute.Tensor, right: cute.Tensor, stage: Int32) -> None:
-        product = self.shape.key_product()
-        product.set(warpgroup.Field.ACCUMULATE, True)
-        for depth in range(self.shape.query_tile // PRODUCT_DEPTH):
-            cute.gemm(product, result, left[None, None, depth], right[None, None, depth, stage], result)
         warpgroup.commit_group()
 
     def multiply_grad_scores(self, step: Int32) -> None:
@@ -229,43 +252,37 @@ class Compute:
         with cute.arch.elect_one():
             ring.release(step)
 
-    def row_values(self, rows: cute.Pointer, ring: Ring, step: Int32) -> list[tuple[Float32, Float32]]:
-        """LSE or delta of the thread's columns, two neighbours for each eight queries."""
-        first = rows + ring.stage(step) * self.shape.query_tile + (self.lane % 4) * 2
-        pairs = []
-        for index in range(self.shape.query_tile // 8):
-            pair = cute.make_tensor((first + index * 8).align(8), cute.make_layout(2)).load()
-            pairs.append((pair[0], pair[1]))
-        return pairs
+    def row_values(self, rows: cute.Pointer, ring: Ring, step: Int32, block: int) -> Any:
+        """LSE or delta of the thread's columns, as a function: of two neighbours of the index-th eight queries."""
+        first = rows + ring.stage(step) * self.shape.query_tile + block * GROUP_ROWS + (self.lane % 4) * 2
 
-    def finish_probs(self, step: Int32, is_masked: bool) -> None:
-        """Scores to probabilities, in place: p = 2^(s - lse), 0 for hidden pairs and for queries beyond the last."""
-        shape = self.shape
-        if shape.has_cap:
-            cap(self.scores, self.cap_log2)
-        if is_masked:
-            self.hide(step)
-        pairs = self.row_values(self.context.lse, self.context.queries, step)
-        if shape.has_cap:
-            self.finish_capped(pairs)
-            return
-        for index in range(cute.size(self.scores)):
-            exponent = self.scores[index] * self.scale_log2 - pairs[index // 4][index % 2]
-            self.scores[index] = cute.math.exp2(exponent, fastmath=True)  # type: ignore[attr-defined]
+        def pair(index: int) -> tuple[Float32, Float32]:
+            values = cute.make_tensor((first + index * 8).align(8), cute.make_layout(2)).load()
+            return values[0], values[1]
 
-    def finish_capped(self, pairs: list[tuple[Float32, Float32]]) -> None:
-        """Scores are t = tanh(x): round p for dV here, and leave p (1 - t^2), which dS is proportional to."""
-        for index in range(0, cute.size(self.scores), 2):
-            values, slopes = [], []
-            for place in (index, index + 1):
-                turned = self.scores[place]
-                exponent = turned * self.scale_log2 - pairs[place // 4][place % 2]
-                values.append(cute.math.exp2(exponent, fastmath=True))  # type: ignore[attr-defined]
-                bounded = cute.arch.fmax(turned, Float32(-1.0))  # a hidden score is -inf
-                slopes.append(1.0 - bounded * bounded)
-            cute.recast_tensor(self.probs, Uint32)[index // 2] = round_pair(values[0], values[1], self.shape.dtype)
-            for place, value, slope in zip((index, index + 1), values, slopes, strict=True):
-                self.scores[place] = value * slope
+        return pair
+
+    def finish_probs(self, step: Int32, block: int) -> None:
+        """Scores to probabilities: p = 2^(s - lse), 0 for hidden pairs and for queries beyond the last; and rounded.
+
+        In place of the scores stays what dS is proportional to: p, or for capped scores t = tanh(x), p (1 - t^2).
+        """
+        shape, first = self.shape, block * BLOCK_ELEMENTS
+        lse = self.row_values(self.context.lse, self.context.queries, step, block)
+        rounded = cute.recast_tensor(self.probs[block], Uint32)
+        for place in range(0, BLOCK_ELEMENTS, 2):
+            if place % 4 == 0:
+                of_queries = lse(place // 4)
+            values = []
+            for index in (place, place + 1):
+                score = self.scores[first + index]
+                value = _exp2(score * self.scale_log2 - of_queries[index % 2])
+                values.append(value)
+                if shape.has_cap:
+                    bounded = cute.arch.fmax(score, Float32(-1.0))  # a hidden score is -inf
+                    value = value * (1.0 - bounded * bounded)
+                self.scores[first + index] = value
+            rounded[place // 2] = round_pair(values[0], values[1], shape.dtype)
 
     def hide(self, step: Int32) -> None:
         """Set to -inf the scores of queries that do not see the thread's keys, and of keys beyond the last."""
@@ -286,32 +303,26 @@ class Compute:
             for half in cutlass.range_constexpr(2):
                 hide_other_ids(self.scores, half, self.ids.of_query(self.key_row + 8 * half), self.ids, first_column)
 
-    def round_into(self, rounded: cute.Tensor, values: Any) -> None:
-        """Accumulator elements lie in the order of the A operand (PTX ISA, fragments of wgmma): round pair by pair."""
-        pairs = cute.recast_tensor(rounded, Uint32)
-        for pair in range(cute.size(pairs)):
-            pairs[pair] = round_pair(values[2 * pair], values[2 * pair + 1], self.shape.dtype)
-
-    def finish_grad_scores(self, step: Int32) -> None:
-        """dS = P (dP - delta), rounded: in registers for dK, in shared memory for dQ."""
-        shape = self.shape
-        pairs = self.row_values(self.context.delta, self.context.grads, step)
-        rounded = cute.recast_tensor(self.grad_scores, Uint32)
-        for pair in range(cute.size(rounded)):
-            first, second = self.scores[2 * pair], self.scores[2 * pair + 1]
-            if shape.is_rounded:
-                first, second = (self.probs[2 * pair + place].to(Float32) for place in range(2))
-            deltas = pairs[pair // 2]
-            first = first * (self.grad_probs[2 * pair] - deltas[0])
-            second = second * (self.grad_probs[2 * pair + 1] - deltas[1])
-            rounded[pair] = round_pair(first, second, shape.dtype)
-        stage = self.store_to + (step % SCORE_STAGES) * (shape.row_blocks * GROUPS * BLOCK_BYTES)
-        for first in range(0, cute.size(rounded), 4):
+    def finish_grad_scores(self, step: Int32, block: int) -> None:
+        """dS = P (dP - delta), rounded: in registers, and in shared memory for both warpgroups."""
+        shape, first = self.shape, block * BLOCK_ELEMENTS
+        delta = self.row_values(self.context.delta, self.context.grads, step, block)
+        rounded = cute.recast_tensor(self.grad_scores[block], Uint32)
+        for place in range(0, BLOCK_ELEMENTS, 2):
+            if place % 4 == 0:
+                of_queries = delta(place // 4)
+            values = []
+            for index in (place, place + 1):
+                prob = self.scores[first + index]
+                if shape.is_rounded and not shape.has_cap:  # a capped score's slope is not in the probabilities
+                    prob = self.probs[block][index].to(Float32)
+                values.append(prob * (self.grad_probs[first + index] - of_queries[index % 2]))
+            rounded[place // 2] = round_pair(values[0], values[1], shape.dtype)
+        stage = (step % SCORE_STAGES) * shape.row_blocks + block
+        to = self.store_to + stage * (GROUPS * BLOCK_BYTES)
+        for place in range(0, cute.size(rounded), 4):
             # Four registers: 16 queries, of the 16 keys of this warp.
-            block, row = divmod(first * 4, GROUP_ROWS)
-            place = stage + (block * GROUPS * BLOCK_BYTES + row * PIECE_BYTES)
-            bulk.store_transposed(place, [rounded[first + index] for index in range(4)])
-        cute.arch.fence_proxy("async.shared", space="cta")
+            bulk.store_transposed(to + place * 4 * PIECE_BYTES, [rounded[place + index] for index in range(4)])
 
     def stage_grad_query(self) -> None:
         """The accumulator to its staging, four registers at a time, and tell the warp that adds."""

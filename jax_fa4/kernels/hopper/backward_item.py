@@ -35,7 +35,8 @@ class Shape:
     dtype: Any
     head_dim: int  # padded
     query_tile: int
-    stages: int
+    query_stages: int
+    grad_stages: int
     load_registers: int
     compute_registers: int
     sum_columns: int  # columns of a row of the query gradients' sums: head_dim, or more
@@ -43,6 +44,7 @@ class Shape:
     has_ids: bool  # masked tiles may have to compare ids
     has_cap: bool
     is_ordered: bool  # sums are added in a fixed order
+    is_ahead: bool  # scores of the next step are issued before the query gradients of this one
     is_rounded: bool  # dS is computed from rounded probabilities, whose registers are fewer
     is_turned: bool  # dK takes dS from shared memory, not from registers
     is_split: bool  # an item walks part of the query heads that share its keys: gradients are float32 parts
@@ -57,7 +59,8 @@ class Shape:
             dtype=ELEMENTS[option("dtype")],
             head_dim=option("head_dim"),
             query_tile=option("query_tile"),
-            stages=option("stages"),
+            query_stages=option("query_stages"),
+            grad_stages=option("grad_stages"),
             load_registers=registers["load"] or 0,
             compute_registers=registers["compute"] or 0,
             sum_columns=option("sum_columns"),
@@ -65,6 +68,7 @@ class Shape:
             has_ids=mask == "ids",
             has_cap=option("soft_cap"),
             is_ordered=option("ordered"),
+            is_ahead=option("ahead"),
             is_rounded=option("rounded_probs"),
             is_turned=option("turned_scores"),
             is_split=option("split"),

@@ -36,16 +36,34 @@ FLOATS = ("scale", "scale_log2", "cap_log2")
 
 @dataclass(frozen=True)
 class BackwardTiles:
-    """Sizes of a backward kernel: queries per step (64 or 128), stages of each ring; and whether dS is computed from
-    rounded probabilities, and dK with dS from shared memory."""
+    """Sizes of a backward kernel, and choices between registers and time.
+
+    Attributes:
+        query_tile: queries per step, 64 or 128.
+        query_stages: stages of the ring of queries; 3 where scores are ahead, since a stage then lives for two steps.
+        grad_stages: stages of the ring of output gradients.
+        ahead: the scores of the next step are issued before the query gradients of this one.
+        rounded_probs: dS is computed from rounded probabilities, which are in fewer registers.
+        turned_scores: dK takes dS from shared memory, not from registers.
+    """
 
     query_tile: int
-    stages: int
+    query_stages: int
+    grad_stages: int
+    ahead: bool = True
     rounded_probs: bool = False
     turned_scores: bool = True
 
 
-BACKWARD_TILES = {64: BackwardTiles(64, 2), 96: BackwardTiles(64, 2), 128: BackwardTiles(64, 2)}
+# Measured on one H200 (docs/performance.md). Two warpgroups of 240 registers hold gradients of 64 keys each, and beside
+# them 64 queries at head_dim 96 and 128 and 128 at 64, which halves what a step costs apart from its products.
+BACKWARD_TILES = {
+    64: BackwardTiles(128, 2, 2, ahead=False, rounded_probs=True),
+    96: BackwardTiles(64, 3, 3),
+    128: BackwardTiles(64, 3, 3),
+}
+# Capped scores need registers for their slopes.
+CAPPED_TILES = {**BACKWARD_TILES, 64: BackwardTiles(64, 3, 3)}
 
 
 def sum_columns(head_dim: int) -> int:
@@ -91,10 +109,10 @@ def _events(tiles: BackwardTiles, row_bytes: int) -> tuple[Event, ...]:
     readers, step_bytes = GROUPS * WARPS_PER_GROUP, tiles.query_tile * (row_bytes + 4)
     rings = [
         event
-        for ring in ("queries", "grads")
+        for ring, stages in (("queries", tiles.query_stages), ("grads", tiles.grad_stages))
         for event in (
-            Event(f"{ring}_landed", (("load", 1),), ("compute",), 1, tiles.stages, step_bytes),
-            Event(f"{ring}_free", (("compute", readers),), ("load",), readers, tiles.stages),
+            Event(f"{ring}_landed", (("load", 1),), ("compute",), 1, stages, step_bytes),
+            Event(f"{ring}_free", (("compute", readers),), ("load",), readers, stages),
         )
     ]
     once = [
@@ -111,12 +129,12 @@ def _shared(head_dim: int, tiles: BackwardTiles, row_bytes: int, element_bytes: 
         SharedBuffer("staged_grad_key", KEY_TILE * row_bytes, alignment=1024, over="keys"),
         SharedBuffer("values", KEY_TILE * row_bytes, alignment=1024),
         SharedBuffer("staged_grad_value", KEY_TILE * row_bytes, alignment=1024, over="values"),
-        SharedBuffer("queries", tiles.query_tile * row_bytes, tiles.stages, alignment=1024),
-        SharedBuffer("grads", tiles.query_tile * row_bytes, tiles.stages, alignment=1024),
+        SharedBuffer("queries", tiles.query_tile * row_bytes, tiles.query_stages, alignment=1024),
+        SharedBuffer("grads", tiles.query_tile * row_bytes, tiles.grad_stages, alignment=1024),
         SharedBuffer("grad_scores", grad_score_bytes, SCORE_STAGES, alignment=1024),
         SharedBuffer("staged_sums", tiles.query_tile * sum_columns(head_dim) * 4),
-        SharedBuffer("lse", row_values, tiles.stages),
-        SharedBuffer("delta", row_values, tiles.stages),
+        SharedBuffer("lse", row_values, tiles.query_stages),
+        SharedBuffer("delta", row_values, tiles.grad_stages),
     )
 
 
@@ -136,7 +154,7 @@ def backward_plan(
         dtype: one of `FORWARD_DTYPES`, of queries, keys, values and output gradients.
         head_dim: padded, a key of `BACKWARD_TILES`; smaller ones are filled with zeros by the tensor maps.
         mask: as `forward_plan` takes it; both edges are always computed.
-        tiles: the sizes; None: those of `BACKWARD_TILES`.
+        tiles: the sizes; None: those of `BACKWARD_TILES` or `CAPPED_TILES`.
         soft_cap: scores are capped.
         ordered: the sums of query gradients are added in a fixed order.
         split: several items share the query heads of their keys; they write float32 parts.
@@ -148,7 +166,7 @@ def backward_plan(
             f"backward: dtype {dtype!r} with head_dim {head_dim}; the Hopper kernel takes {', '.join(FORWARD_DTYPES)} "
             f"with {', '.join(map(str, BACKWARD_TILES))}."
         )
-    tiles = tiles or BACKWARD_TILES[head_dim]
+    tiles = tiles or (CAPPED_TILES if soft_cap else BACKWARD_TILES)[head_dim]
     if tiles.query_tile not in (64, 128):
         raise PlanError(f"backward: query_tile is {tiles.query_tile}; it takes 64 or 128.")
     is_table = mask in ("intervals", "ids")
@@ -183,7 +201,9 @@ def backward_plan(
             ("ordered", ordered),
             ("split", split),
             ("query_tile", tiles.query_tile),
-            ("stages", tiles.stages),
+            ("query_stages", tiles.query_stages),
+            ("grad_stages", tiles.grad_stages),
+            ("ahead", tiles.ahead),
             ("sum_columns", sum_columns(head_dim)),
             ("rounded_probs", tiles.rounded_probs),
             ("turned_scores", tiles.turned_scores),

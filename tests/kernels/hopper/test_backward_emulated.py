@@ -26,19 +26,19 @@ pytestmark = [
 ]
 
 
-def gradients(tensors: Any, cotangents: Any, **options: Any) -> Any:
+def gradients(tensors: Any, cotangents: Any, implementation: str = "emulated", **options: Any) -> Any:
     """Cotangents of query, key and value by the public function, inside jit."""
 
     def run(tensors: Any, cotangents: Any) -> Any:
         def function(*tensors: jax.Array) -> Any:
-            return jax_fa4.attention(*tensors, return_residual=True, implementation="emulated", **options)
+            return jax_fa4.attention(*tensors, return_residual=True, implementation=implementation, **options)
 
         return jax.vjp(function, *tensors)[1](cotangents)
 
     return jax.jit(run)(tensors, cotangents)
 
 
-def check(tensors: Any, **options: Any) -> None:
+def check(tensors: Any, implementation: str = "emulated", **options: Any) -> None:
     """Against float64; cotangents of rows that see nothing are NaN."""
     call = arguments.read_call(*tensors, **options)
     query, _, value = tensors
@@ -48,7 +48,7 @@ def check(tensors: Any, **options: Any) -> None:
     grad_out = np.where(has_seen[..., None], rng.standard_normal((*shape, value.shape[-1])), np.nan)
     grad_lse = np.where(has_seen, rng.standard_normal(shape), np.nan)
     cotangents = jnp.asarray(grad_out, query.dtype), jnp.asarray(grad_lse, jnp.float32)
-    check_gradients(gradients(tensors, cotangents, **options), call, *cotangents)
+    check_gradients(gradients(tensors, cotangents, implementation, **options), call, *cotangents)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

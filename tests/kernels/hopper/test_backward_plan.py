@@ -34,14 +34,14 @@ def test_causal_masks_take_the_kernel_of_windows() -> None:
 
 
 def test_warpgroups_share_columns_or_rows() -> None:
-    assert sum_parts(BackwardTiles(64, 2)) == 2
-    assert sum_parts(BackwardTiles(128, 2)) == 1
+    assert sum_parts(BackwardTiles(64, 2, 2)) == 2
+    assert sum_parts(BackwardTiles(128, 2, 2)) == 1
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(PlanError, match="query_tile is 80"):
-        backward_plan("bfloat16", 64, "window", tiles=BackwardTiles(80, 2))
+        backward_plan("bfloat16", 64, "window", tiles=BackwardTiles(80, 2, 2))
     with pytest.raises(PlanError, match="bytes of shared memory"):
-        backward_plan("bfloat16", 128, "window", tiles=BackwardTiles(128, 2))
+        backward_plan("bfloat16", 128, "window", tiles=BackwardTiles(128, 2, 2))
     with pytest.raises(PlanError, match="head_dim 192"):
         backward_plan("bfloat16", 192, "window")
