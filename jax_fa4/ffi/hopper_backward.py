@@ -30,6 +30,7 @@ from jax_fa4.kernels.hopper.backward_plans import (
 )
 from jax_fa4.kernels.hopper.plans import ARCHITECTURE, padded_head_dim
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
+from jax_fa4.kernels.plans import postprocess_plan, preprocess_plan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table, later_items
 from jax_fa4.schedule.tiles import tile_bounds
@@ -40,7 +41,9 @@ ITEMS_PER_SM = 2  # items for each multiprocessor that splitting groups of query
 
 def why_not(problem: AttentionProblem) -> str | None:
     """None where the kernels take the problem, forward and backward; else one sentence with the remedy."""
-    return hopper_forward.why_not(problem) or bundle.why_unavailable(plan_of(problem))
+    if (reason := hopper_forward.why_not(problem)) is not None:
+        return reason
+    return next(filter(None, map(bundle.why_unavailable, plans_of(problem))), None)
 
 
 def tiles_of(problem: AttentionProblem) -> BackwardTiles:
@@ -52,6 +55,17 @@ def tiles_of(problem: AttentionProblem) -> BackwardTiles:
 def plan_of(problem: AttentionProblem, tiles: BackwardTiles | None = None) -> KernelPlan:
     """The plan of the kernel that takes a problem; `tiles` None: those of `tiles_of`."""
     return _plan(problem, tiles, _splits(problem) > 1)
+
+
+def plans_of(problem: AttentionProblem) -> tuple[KernelPlan, KernelPlan, KernelPlan]:
+    """The plans of the kernels that run one after another: before, the backward, after."""
+    plan, tiles = plan_of(problem), tiles_of(problem)
+    width = sum_columns(padded_head_dim(max(problem.head_dim, problem.value_dim)))
+    return (
+        preprocess_plan(ARCHITECTURE, problem.dtype, problem.value_dim, width),
+        plan,
+        postprocess_plan(ARCHITECTURE, problem.dtype, problem.head_dim, width, sum_parts(tiles)),
+    )
 
 
 def _plan(problem: AttentionProblem, tiles: BackwardTiles | None, is_split: bool) -> KernelPlan:

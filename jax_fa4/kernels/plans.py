@@ -9,7 +9,15 @@ from collections.abc import Iterator
 
 from jax_fa4.kernels.blackwell import backward_plans
 from jax_fa4.kernels.blackwell import plans as blackwell
-from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, SHORT_TILES, forward_plan
+from jax_fa4.kernels.hopper import backward_plans as hopper_backward
+from jax_fa4.kernels.hopper.plans import (
+    FORWARD_DTYPES,
+    FORWARD_TILES,
+    MASKS,
+    SHORT_TILES,
+    forward_plan,
+    padded_head_dim,
+)
 from jax_fa4.kernels.plan import (
     DTYPES,
     HEAD_DIMS,
@@ -140,10 +148,25 @@ def bundled_plans() -> Iterator[KernelPlan]:
                 yield preprocess_plan(architecture, dtype, head_dim, head_dim)
                 if dtype in FORWARD_DTYPES:
                     yield postprocess_plan(architecture, dtype, head_dim, head_dim)
+    yield from _around_hopper_backward()
     for dtype in FORWARD_DTYPES:
         for head_dim in FORWARD_TILES:
             for tiles in (FORWARD_TILES[head_dim], SHORT_TILES[head_dim]):
                 for mask in MASKS:
                     yield forward_plan(dtype, head_dim, mask, tiles=tiles)
+    yield from hopper_backward.bundled_plans()
     yield from blackwell.bundled_plans()
     yield from backward_plans.bundled_plans()
+
+
+def _around_hopper_backward() -> Iterator[KernelPlan]:
+    """What runs before and after the Hopper backward, for every head dimension that it takes: multiples of a vector."""
+    for dtype in FORWARD_DTYPES:
+        step = VECTOR_BYTES // DTYPES[dtype]
+        for head_dim in range(step, max(hopper_backward.BACKWARD_TILES) + 1, step):
+            padded = padded_head_dim(head_dim)
+            width = hopper_backward.sum_columns(padded)
+            if head_dim != width or head_dim not in HEAD_DIMS:
+                yield preprocess_plan(hopper_backward.ARCHITECTURE, dtype, head_dim, width)
+            parts = hopper_backward.sum_parts(hopper_backward.BACKWARD_TILES[padded])
+            yield postprocess_plan(hopper_backward.ARCHITECTURE, dtype, head_dim, width, parts)

@@ -54,7 +54,10 @@ GOOD = KernelPlan(
         ({"architecture": "sm_90a"}, "sm_90a has 0"),
         ({"roles": (Role("softmax", 33),)}, "1056 threads"),
         ({"roles": (Role("softmax", 4, 100), Role("mma", 1))}, "100 registers; multiples of 8"),
-        ({"roles": (Role("softmax", 16, 136), Role("mma", 1))}, "69632 registers per block; there are 65536"),
+        (
+            {"roles": (Role("softmax", 16, 136), Role("mma", 1))},
+            "69632 registers per block; a launch of its threads allots 65280",
+        ),
         ({"events": (Event("ready", (("mma", 1),), ("softmax",), count=2),)}, "counts 2 arrivals and its roles make 1"),
         ({"events": (Event("ready", (("mma", 1),), (), count=1),)}, "nobody waits for event 'ready'"),
         ({"events": (Event("ready", (("store", 1),), ("mma",), count=1),)}, "names store, no roles"),

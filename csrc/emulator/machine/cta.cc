@@ -104,7 +104,6 @@ Cluster::Cluster(Grid& owner, Scheduler& runs_on, uint64_t cluster_number)
           new_agent("warp " + std::to_string(w) + (size.product() > 1 ? " of CTA rank " + std::to_string(rank) : ""));
     }
     cta.warps_left = grid.warps_per_cta;
-    cta.free_registers = 65536 - grid.launch_registers * grid.warps_per_cta * kLanes;
   }
   ctas_left = static_cast<int>(ctas.size());
   warps_total = static_cast<uint32_t>(ctas.size()) * static_cast<uint32_t>(grid.warps_per_cta);

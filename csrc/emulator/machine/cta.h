@@ -64,7 +64,7 @@ class Cta {
   std::vector<std::unique_ptr<Warp>> warps;
   int warps_left = 0;
   Flags flags;             // of CTA scope
-  int free_registers = 0;  // of the SM, beyond what the warps hold (setmaxnreg)
+  int free_registers = 0;  // of what the launch allotted, given back by setmaxnreg
 
   Grid& grid() const;
   Scheduler& scheduler() const;

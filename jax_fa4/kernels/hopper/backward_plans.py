@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax_fa4.kernels.hopper.plans import ARCHITECTURE, FORWARD_DTYPES, GROUP_ROWS, WARPS_PER_GROUP, Mask
@@ -231,3 +232,12 @@ def backward_plan(
         shared=_shared(head_dim, tiles, row_bytes, DTYPES[dtype]),
         events=_events(tiles, row_bytes),
     )
+
+
+def bundled_plans() -> Iterator[KernelPlan]:
+    """Plans whose binaries the wheel carries: without caps and without parts of groups, in free and in fixed order."""
+    for dtype in FORWARD_DTYPES:
+        for head_dim in BACKWARD_TILES:
+            for mask in ("window", "intervals", "ids"):
+                for ordered in (False, True):
+                    yield backward_plan(dtype, head_dim, mask, ordered=ordered)
