@@ -32,6 +32,7 @@ from jax_fa4.kernels.blackwell.backward_plans import (
     padded_head_dims,
 )
 from jax_fa4.kernels.plan import DTYPES, KernelPlan, PlanError
+from jax_fa4.kernels.plans import around_backward
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table, later_items
 from jax_fa4.schedule.tiles import tile_bounds
@@ -45,10 +46,17 @@ def why_not(problem: AttentionProblem) -> str | None:
     if reason is not None:
         return reason
     try:
-        plan = plan_of(problem)
+        plans = plans_of(problem)
     except PlanError as error:
         return f"{error} {REMEDY}"
-    return bundle.why_unavailable(plan)
+    return next(filter(None, map(bundle.why_unavailable, plans)), None)
+
+
+def plans_of(problem: AttentionProblem) -> tuple[KernelPlan, KernelPlan, KernelPlan]:
+    """The plans of the kernels that run one after another: before, the backward, after."""
+    plan, (width, _) = plan_of(problem), padded_head_dims(problem.head_dim, problem.value_dim)
+    before, after = around_backward(ARCHITECTURE, problem.dtype, problem.head_dim, problem.value_dim, width)
+    return before, plan, after
 
 
 def plan_of(problem: AttentionProblem, tiles: Tiles | None = None) -> KernelPlan:

@@ -30,7 +30,7 @@ from jax_fa4.kernels.hopper.backward_plans import (
 )
 from jax_fa4.kernels.hopper.plans import ARCHITECTURE, padded_head_dim
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
-from jax_fa4.kernels.plans import postprocess_plan, preprocess_plan
+from jax_fa4.kernels.plans import around_backward
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table, later_items
 from jax_fa4.schedule.tiles import tile_bounds
@@ -61,11 +61,9 @@ def plans_of(problem: AttentionProblem) -> tuple[KernelPlan, KernelPlan, KernelP
     """The plans of the kernels that run one after another: before, the backward, after."""
     plan, tiles = plan_of(problem), tiles_of(problem)
     width = sum_columns(padded_head_dim(max(problem.head_dim, problem.value_dim)))
-    return (
-        preprocess_plan(ARCHITECTURE, problem.dtype, problem.value_dim, width),
-        plan,
-        postprocess_plan(ARCHITECTURE, problem.dtype, problem.head_dim, width, sum_parts(tiles)),
-    )
+    parts = sum_parts(tiles)
+    before, after = around_backward(ARCHITECTURE, problem.dtype, problem.head_dim, problem.value_dim, width, parts)
+    return before, plan, after
 
 
 def _plan(problem: AttentionProblem, tiles: BackwardTiles | None, is_split: bool) -> KernelPlan:

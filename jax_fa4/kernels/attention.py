@@ -18,8 +18,9 @@ from jax_fa4.cost import ARCHITECTURES as COSTS
 from jax_fa4.dispatch import Target, current_target
 from jax_fa4.ffi import blackwell_backward, blackwell_forward, hopper_backward, hopper_forward, launch
 from jax_fa4.ffi.preprocess import padded_length
-from jax_fa4.kernels.plan import Architecture, architectures_for
+from jax_fa4.kernels.plan import Architecture, KernelPlan, architectures_for
 from jax_fa4.problem import AttentionOperands, AttentionProblem, PlannedGrids
+from jax_fa4.schedule.order import WorkGrid
 from jax_fa4.splitting import Split, choose_split, problem_of, run_split
 
 Pair = tuple[jax.Array, jax.Array]
@@ -52,26 +53,38 @@ def _blackwell_kernels(architecture: str) -> Kernels:
         why_not=lambda problem: (
             blackwell_forward.why_not(problem, architecture=architecture) or blackwell_backward.why_not(problem)
         ),
-        describe=functools.partial(blackwell_forward.describe, architecture=architecture),
+        describe=functools.partial(_describe_blackwell, architecture=architecture),
         grids=lambda problem: PlannedGrids(
             blackwell_forward.forward_call(problem, architecture).grid, blackwell_backward.grid_of(problem)
         ),
     )
 
 
-def _describe_hopper(problem: AttentionProblem) -> Details:
-    plan, grid = hopper_backward.plan_of(problem), hopper_backward.grid_of(problem)
+def _describe_both(
+    forward: Details, problem: AttentionProblem, plan: KernelPlan, grid: WorkGrid, width: int
+) -> Details:
+    """The forward's labels and texts, and the backward's, whose sums of query gradients have `width` columns."""
     items = grid.batch * grid.heads * -(-problem.key_length // grid.row_tile)
     # Sums of the query gradients, and log-sum-exp and delta, float32 for each row of the padded queries.
     rows = problem.batch * problem.query_heads * padded_length(problem.query_length)
-    workspace = rows * (int(plan.option("sum_columns")) + 2) * 4
     return [
-        *hopper_forward.describe(problem),
+        *forward,
         ("backward kernel", plan.key),
         ("its tile", f"{grid.row_tile} keys x {grid.column_tile} queries"),
         ("its schedule", f"{items:,} items"),
-        ("its workspace", f"{workspace:,} bytes"),
+        ("its workspace", f"{rows * (width + 2) * 4:,} bytes"),
     ]
+
+
+def _describe_hopper(problem: AttentionProblem) -> Details:
+    plan, grid = hopper_backward.plan_of(problem), hopper_backward.grid_of(problem)
+    return _describe_both(hopper_forward.describe(problem), problem, plan, grid, int(plan.option("sum_columns")))
+
+
+def _describe_blackwell(problem: AttentionProblem, *, architecture: str) -> Details:
+    forward = blackwell_forward.describe(problem, architecture=architecture)
+    plan, grid = blackwell_backward.plan_of(problem), blackwell_backward.grid_of(problem)
+    return _describe_both(forward, problem, plan, grid, int(plan.option("head_dim")))
 
 
 # By the names of `jax_fa4.kernels.plan.ARCHITECTURES`.

@@ -140,15 +140,29 @@ def postprocess_plan(
     )
 
 
+def around_backward(
+    architecture: str, dtype: str, head_dim: int, value_dim: int, width: int, fragment_parts: int = 0
+) -> tuple[KernelPlan, KernelPlan]:
+    """What runs before and after a backward whose sums of query gradients have `width` columns."""
+    return (
+        preprocess_plan(architecture, dtype, value_dim, width),
+        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts),
+    )
+
+
 def bundled_plans() -> Iterator[KernelPlan]:
-    """Plans whose binaries the wheel carries."""
+    """Plans whose binaries the wheel carries, each once."""
+    yield from dict.fromkeys(_bundled_plans())
+
+
+def _bundled_plans() -> Iterator[KernelPlan]:
     for architecture in general_architectures():
         for dtype in DTYPES:
             for head_dim in HEAD_DIMS:
                 yield preprocess_plan(architecture, dtype, head_dim, head_dim)
                 if dtype in FORWARD_DTYPES:
                     yield postprocess_plan(architecture, dtype, head_dim, head_dim)
-    yield from _around_hopper_backward()
+    yield from _around_backwards()
     for dtype in FORWARD_DTYPES:
         for head_dim in FORWARD_TILES:
             for tiles in (FORWARD_TILES[head_dim], SHORT_TILES[head_dim]):
@@ -159,14 +173,14 @@ def bundled_plans() -> Iterator[KernelPlan]:
     yield from backward_plans.bundled_plans()
 
 
-def _around_hopper_backward() -> Iterator[KernelPlan]:
-    """What runs before and after the Hopper backward, for every head dimension that it takes: multiples of a vector."""
+def _around_backwards() -> Iterator[KernelPlan]:
+    """For every head dimension up to 128 that the backward kernels take: multiples of a vector."""
     for dtype in FORWARD_DTYPES:
         step = VECTOR_BYTES // DTYPES[dtype]
-        for head_dim in range(step, max(hopper_backward.BACKWARD_TILES) + 1, step):
-            padded = padded_head_dim(head_dim)
+        for dim in range(step, max(hopper_backward.BACKWARD_TILES) + 1, step):
+            padded = padded_head_dim(dim)
             width = hopper_backward.sum_columns(padded)
-            if head_dim != width or head_dim not in HEAD_DIMS:
-                yield preprocess_plan(hopper_backward.ARCHITECTURE, dtype, head_dim, width)
             parts = hopper_backward.sum_parts(hopper_backward.BACKWARD_TILES[padded])
-            yield postprocess_plan(hopper_backward.ARCHITECTURE, dtype, head_dim, width, parts)
+            yield from around_backward(hopper_backward.ARCHITECTURE, dtype, dim, dim, width, parts)
+            width, _ = backward_plans.padded_head_dims(dim, dim)
+            yield from around_backward(backward_plans.ARCHITECTURE, dtype, dim, dim, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax_fa4
 from jax_fa4 import arguments, emulator
 from jax_fa4.ffi import hopper_forward
 from jax_fa4.ffi.forward_call import ForwardCall
+from jax_fa4.kernels import bundle
 from jax_fa4.kernels.attention import KERNELS, architecture_of, emulated
 from tests.kernels.forward_checks import check_close, compare, draw
 from tests.kernels.gradient_checks import check_gradients, gradients_in_float64
@@ -201,6 +203,26 @@ def test_the_automatic_choice_never_lacks_a_backward() -> None:
         with jax_fa4.target(name):
             chosen = jax_fa4.explain(query, query, query).implementation
         assert chosen == ("blockwise" if kernels.backward is None else "fa4")
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"segment_ids": np.zeros((1, 200), np.int32)}], ids=str)
+def test_the_wheel_suffices_for_every_head_dimension(
+    architecture: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the compiler. On Blackwell the backward's kernels for 96 are not in it, and the call is refused."""
+    monkeypatch.setattr(bundle, "compiler_version", lambda: None)
+    monkeypatch.setattr(bundle, "cache_folder", lambda: Path("nowhere"))
+    kernels = KERNELS[{"sm_90": "sm_90a", "sm_100": "sm_100f"}[architecture]]
+    refused = []
+    for head_dim in range(8, 129, 8):
+        tensors = draw(0, (1, 200, 2, head_dim), 200, 2, "bfloat16")
+        problem = arguments.read_call(*tensors, **options).problem
+        reason = kernels.why_not(problem)
+        if reason is not None:
+            assert "nvidia-cutlass-dsl" in reason
+            refused.append(head_dim)
+    assert refused == ([] if architecture == "sm_90" else [72, 80, 88, 96])
 
 
 @pytest.mark.usefixtures("hopper")
