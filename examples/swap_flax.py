@@ -26,7 +26,7 @@ from flax import nnx
 import jax_fa4.flax
 
 LM1B = flags.DEFINE_string("lm1b", None, "models.py of Flax's example lm1b; without it, vitax is trained.")
-STEPS = flags.DEFINE_integer("steps", 10, "Training steps.", lower_bound=1)
+STEPS = flags.DEFINE_integer("training_steps", 10, "Steps of each of the two runs.", lower_bound=1)
 
 Losses = list[float]
 LEARNING_RATE = 1e-3

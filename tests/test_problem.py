@@ -115,7 +115,8 @@ def test_traced_integers_of_every_dtype(dtype):
             key_value_seq_lengths=jnp.asarray(ids[2]),
         )
         operands = read.operands
-        assert {x.dtype.name for x in operands[-4:]} == {"int32"}
+        of_mask = (operands.query_ids, operands.key_ids, operands.query_lengths, operands.key_lengths)
+        assert {x.dtype.name for x in of_mask} == {"int32"}
         largest = int(info.max) if info.max <= np.iinfo(np.int32).max else -1
         assert operands.query_ids[0].tolist() == [0, 1, largest, -1 if info.min < 0 else 0]
         assert operands.query_lengths.tolist() == [0]
