@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.ffi.forward_call import MAX_SECTIONS, REMEDY, UNBOUNDED, mask_kind, softmax_floats, why_no_kernel
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
+from jax_fa4.ffi.mask_buffers import backward_mask_buffers, zero_unseen
 from jax_fa4.ffi.postprocess import postprocess
 from jax_fa4.ffi.preprocess import Preprocessed, padded_length, preprocess
 from jax_fa4.kernels import bundle
@@ -34,8 +34,7 @@ from jax_fa4.kernels.blackwell.backward_plans import (
 from jax_fa4.kernels.plan import DTYPES, KernelPlan, PlanError
 from jax_fa4.kernels.plans import around_backward
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table, later_items
-from jax_fa4.schedule.tiles import tile_bounds
+from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table
 
 GPU = ARCHITECTURES["sm_100"]
 
@@ -139,40 +138,19 @@ def _integers(problem: AttentionProblem, tiles: Tiles, accumulator_width: int) -
     return integers
 
 
-def _only(rows: Any, tensor: jax.Array) -> jax.Array:
-    """The tensor (B, R, N, D) with rows (B or 1, R) that are False replaced by zeros."""
-    if isinstance(rows, np.ndarray) and rows.all():
-        return tensor
-    return jnp.where(jnp.asarray(rows)[:, :, None, None], tensor, 0)
-
-
 def _of_mask(problem: AttentionProblem, operands: AttentionOperands, tiles: Tiles) -> dict[str, Any]:
     """The kernel's operands for masks from memory."""
-    mask_operands = problem.mask_operands(operands)
     policy = Policy.REVERSED if problem.deterministic else Policy.LONGEST_FIRST
     table = backward_table(problem, operands, TILE, tiles.rows, GPU, ctas=tiles.ctas, whole_group=True, policy=policy)
-    _, rows = problem.intervals(operands)
-    found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
-    if problem.deterministic:
-        bounds = tile_bounds(rows, tiles.rows, TILE, problem.query_length)
-        found["ranks"] = jnp.asarray(later_items(bounds, padded_length(problem.query_length) // TILE))
-    if problem.has_segment_ids:
-        shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
-        ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)
-        found["query_ids"], found["key_ids"] = (jnp.broadcast_to(one, to) for one, to in zip(ids, shapes, strict=True))
-    return found
+    return backward_mask_buffers(problem, operands, table, tiles.rows, TILE)
 
 
 def _seen(problem: AttentionProblem, operands: AttentionOperands, grad_out: jax.Array) -> dict[str, jax.Array]:
     """The tensors, with rows that see nothing or that nobody sees, which may hold NaN, replaced by zeros."""
     queries, keys = problem.intervals(operands)
-    seeing, seen = queries.lo < queries.hi, keys.lo < keys.hi
-    return {
-        "query": _only(seeing, operands.query),
-        "grad_out": _only(seeing, grad_out),
-        "key": _only(seen, operands.key),
-        "value": _only(seen, operands.value),
-    }
+    query, grad_out = zero_unseen(queries.lo < queries.hi, operands.query, grad_out)
+    key, value = zero_unseen(keys.lo < keys.hi, operands.key, operands.value)
+    return {"query": query, "grad_out": grad_out, "key": key, "value": value}
 
 
 def _sums_and_grads(

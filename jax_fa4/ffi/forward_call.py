@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa4.cost import Architecture
+from jax_fa4.ffi.mask_buffers import whole_ids, zero_unseen
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Column, Policy, WorkGrid, WorkTable, forward_grid, forward_table, make_table
@@ -205,17 +206,12 @@ class ForwardCall:
     def mask_buffers(self, operands: AttentionOperands) -> dict[str, Any]:
         """Operands for masks from memory; values that nobody sees, which may be NaN, replaced by zeros."""
         problem = self.problem
-        mask_operands = problem.mask_operands(operands)
         table, rows = self.table(operands), self.row_intervals(operands)
         _, seen_from = problem.intervals(operands)
         found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
-        is_seen = seen_from.lo < seen_from.hi
-        if isinstance(is_seen, jax.Array) or not is_seen.all():
-            found["value"] = jnp.where(jnp.asarray(is_seen)[:, :, None, None], operands.value, 0)
+        (found["value"],) = zero_unseen(seen_from.lo < seen_from.hi, operands.value)
         if problem.has_segment_ids:
-            shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
-            ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)
-            query_ids, key_ids = (jnp.broadcast_to(one, to) for one, to in zip(ids, shapes, strict=True))
+            query_ids, key_ids = whole_ids(problem, operands)
             if self.packed:
                 query_ids = query_ids.repeat(problem.group_size, axis=1)
             # The kernel's batch rows are as long as it believes the keys to be.

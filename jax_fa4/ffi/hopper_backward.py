@@ -16,6 +16,7 @@ from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.ffi import hopper_forward
 from jax_fa4.ffi.forward_call import UNBOUNDED, mask_kind, softmax_floats
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
+from jax_fa4.ffi.mask_buffers import backward_mask_buffers, zero_unseen
 from jax_fa4.ffi.postprocess import postprocess
 from jax_fa4.ffi.preprocess import Preprocessed, preprocess
 from jax_fa4.kernels import bundle
@@ -32,8 +33,7 @@ from jax_fa4.kernels.hopper.plans import ARCHITECTURE, padded_head_dim
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.kernels.plans import around_backward
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table, later_items
-from jax_fa4.schedule.tiles import tile_bounds
+from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 ITEMS_PER_SM = 2  # items for each multiprocessor that splitting groups of query heads aims at
@@ -138,33 +138,15 @@ def _integers(problem: AttentionProblem, shared: AttentionProblem, query_tile: i
     return integers
 
 
-def _zero_unseen(is_seen: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Rows of (B, rows, ...) arrays that take no part, which may be NaN, replaced by zeros."""
-    if not isinstance(is_seen, jax.Array) and is_seen.all():
-        return arrays
-    seen = jnp.asarray(is_seen)
-    return tuple(jnp.where(seen.reshape(seen.shape + (1,) * (one.ndim - 2)), one, 0) for one in arrays)
-
-
 def _of_mask(
-    problem: AttentionProblem, shared: AttentionProblem, operands: AttentionOperands, query_tile: int, rows: int
+    problem: AttentionProblem, shared: AttentionProblem, operands: AttentionOperands, query_tile: int
 ) -> dict[str, Any]:
     """The kernel's operands for masks from memory."""
-    mask_operands = problem.mask_operands(operands)
-    _, seen_by = problem.intervals(operands)
     policy = Policy.REVERSED if problem.deterministic else Policy.LONGEST_FIRST
     table = backward_table(
         shared, operands, query_tile, KEY_TILE, ARCHITECTURES["sm_90"], whole_group=True, policy=policy
     )
-    found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(seen_by.lo), "hi": jnp.asarray(seen_by.hi)}
-    if problem.deterministic:
-        bounds = tile_bounds(seen_by, KEY_TILE, query_tile, problem.query_length)
-        found["ranks"] = jnp.asarray(later_items(bounds, rows // query_tile))
-    if problem.has_segment_ids:
-        shapes = (problem.batch, problem.query_length), (problem.batch, problem.key_length)
-        ids = jnp.asarray(mask_operands.query_ids), jnp.asarray(mask_operands.key_ids)
-        found["query_ids"], found["key_ids"] = (jnp.broadcast_to(one, to) for one, to in zip(ids, shapes, strict=True))
-    return found
+    return backward_mask_buffers(problem, operands, table, KEY_TILE, query_tile)
 
 
 def _launch(
@@ -194,7 +176,7 @@ def _launch(
         buffers["zero_flags"], results["flags"] = flags, _like(flags)
         aliases["zero_flags"] = "flags"
     if mask in ("intervals", "ids"):
-        buffers |= _of_mask(problem, shared, operands, tiles.query_tile, rows)
+        buffers |= _of_mask(problem, shared, operands, tiles.query_tile)
         integers["interval_stride"] = problem.key_length if buffers["lo"].shape[0] > 1 else 0
         if problem.deterministic and buffers["ranks"].shape[0] > 1:
             integers["rank_stride"] = buffers["ranks"].shape[1]
@@ -250,8 +232,8 @@ def hopper_backward(
         return AttentionOperands(*zeros)
     seeing, seen = problem.intervals(operands)
     grad_out = grad_out.astype(problem.dtype)
-    query, grad_out, grad_lse = _zero_unseen(seeing.lo < seeing.hi, operands.query, grad_out, grad_lse)
-    key, value = _zero_unseen(seen.lo < seen.hi, operands.key, operands.value)
+    query, grad_out, grad_lse = zero_unseen(seeing.lo < seeing.hi, operands.query, grad_out, grad_lse)
+    key, value = zero_unseen(seen.lo < seen.hi, operands.key, operands.value)
     head_dim = padded_head_dim(max(problem.head_dim, problem.value_dim))
     tiles = tiles or tiles_of(problem)
     width = sum_columns(head_dim)
