@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from absl import app, flags
 
-BENCHMARKS = ("planning", "blockwise_cpu")
+BENCHMARKS = ("planning", "blockwise_cpu", "emulator")
 
 FOLDER = flags.DEFINE_string("folder", "out/bench", "Where JSON files and the picture go.")
 ONLY = flags.DEFINE_multi_enum("only", list(BENCHMARKS), BENCHMARKS, "Which to run; may be repeated.")

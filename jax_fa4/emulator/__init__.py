@@ -121,6 +121,8 @@ class LaunchStatistics(TypedDict):
     asynchronous_events: int
     seconds: float
     """Of the host."""
+    cpu_seconds: float
+    """Of its processors: the time that the threads which ran the launch were running."""
     multiply_adds: int
     """Of the tensor cores."""
     bank_conflicts: int

@@ -91,8 +91,9 @@ std::string statistics_json(const Statistics& counts, const Program& program) {
                      triple("block", counts.block) + ", " + triple("cluster", counts.cluster);
   text += ", " + number("warp_instructions", counts.warp_instructions) + ", " +
           number("asynchronous_events", counts.events);
-  text += ", \"seconds\": " + std::to_string(counts.seconds) + ", " + number("multiply_adds", counts.multiply_adds) +
-          ", " + number("bank_conflicts", counts.bank_conflicts);
+  text += ", \"seconds\": " + std::to_string(counts.seconds) +
+          ", \"cpu_seconds\": " + std::to_string(counts.cpu_seconds) + ", " +
+          number("multiply_adds", counts.multiply_adds) + ", " + number("bank_conflicts", counts.bank_conflicts);
   text += ",\n \"bytes\": {" + number("global_read", counts.global_read) + ", " +
           number("global_written", counts.global_written) + ", " + number("shared_read", counts.shared_read) + ", " +
           number("shared_written", counts.shared_written) + ", " + number("tensor_copy_in", counts.tensor_copy_in) +

@@ -1,6 +1,8 @@
 // See access.h.
 #include "access.h"
 
+#include <algorithm>
+
 #include "grid.h"
 #include "report.h"
 #include "scheduler.h"
@@ -13,15 +15,12 @@ std::string in_lane(int lane) { return " in lane " + std::to_string(lane); }
 bool all_written(const GlobalMemory::Range& range, uint64_t address, uint64_t bytes) {
   if (range.written == nullptr) return true;
   const std::vector<uint8_t>& bits = *range.written;
-  const uint64_t first = address - range.begin;
-  for (uint64_t at = first; at < first + bytes;) {
-    if (at % 8 == 0 && at + 8 <= first + bytes) {
-      if (bits[at / 8] != 0xff) return false;
-      at += 8;
-    } else {
-      if (((bits[at / 8] >> (at % 8)) & 1) == 0) return false;
-      at++;
-    }
+  const uint64_t first = address - range.begin, end = first + bytes;
+  for (uint64_t at = first; at < end;) {
+    const uint64_t stop = std::min(end, at / 8 * 8 + 8);
+    const uint32_t mask = 0xffu << (at % 8) & 0xffu >> (7 - (stop - 1) % 8);
+    if ((bits[at / 8] & mask) != mask) return false;
+    at = stop;
   }
   return true;
 }
@@ -29,14 +28,13 @@ bool all_written(const GlobalMemory::Range& range, uint64_t address, uint64_t by
 void set_written(const GlobalMemory::Range& range, uint64_t address, uint64_t bytes) {
   if (range.written == nullptr) return;
   std::vector<uint8_t>& bits = *range.written;
-  const uint64_t first = address - range.begin;
-  for (uint64_t at = first; at < first + bytes; at++) {
+  const uint64_t first = address - range.begin, end = first + bytes;
+  for (uint64_t at = first; at < end;) {
+    const uint64_t stop = std::min(end, at / 8 * 8 + 8);
+    const uint8_t mask = static_cast<uint8_t>(0xffu << (at % 8) & 0xffu >> (7 - (stop - 1) % 8));
     // Neighbouring CTAs on other host threads may share the byte.
-    __atomic_fetch_or(&bits[at / 8], static_cast<uint8_t>(1u << (at % 8)), __ATOMIC_RELAXED);
-    if (at % 8 == 0 && at + 8 <= first + bytes) {
-      bits[at / 8] = 0xff;
-      at += 7;
-    }
+    if ((bits[at / 8] & mask) != mask) __atomic_fetch_or(&bits[at / 8], mask, __ATOMIC_RELAXED);
+    at = stop;
   }
 }
 
@@ -59,6 +57,13 @@ uint8_t* resolve_global(Cta& cta, uint64_t address, uint64_t bytes, bool writes,
     if (counts) cta.scheduler().counts.global_read += bytes;
   }
   return reinterpret_cast<uint8_t*>(address);
+}
+
+bool global_is_plain(Cta& cta, uint64_t address, uint64_t bytes, bool writes) {
+  const GlobalMemory::Range& range = cta.scheduler().find_global(address, bytes);
+  if (range.end == 0) return false;
+  if (writes || !cta.grid().options.check_uninitialized) return true;
+  return all_written(range, address, bytes);
 }
 
 SharedPlace resolve_shared(Warp& warp, uint64_t address, uint32_t bytes, const char* what) {

@@ -28,6 +28,10 @@ SharedPlace resolve_shared(Warp& warp, uint64_t address, uint32_t bytes, const c
 // `counts`.
 uint8_t* resolve_global(Cta& cta, uint64_t address, uint64_t bytes, bool writes, const char* what, bool counts = true);
 
+// Whether these bytes are global memory that may be written, or read: then of something that was written, and no
+// parameters.
+bool global_is_plain(Cta& cta, uint64_t address, uint64_t bytes, bool writes);
+
 // An access of global memory by an instruction of a warp, stamped with the warp's own time or an operation's.
 GlobalAccess global_access(const Warp& warp, const Instruction& i, AccessKind kind, Stamp stamp);
 // Records an access of global memory and reports a conflict. `knows`: what its agent knows.

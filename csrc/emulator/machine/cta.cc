@@ -67,14 +67,14 @@ void Cta::expect_bytes(uint32_t offset, int64_t bytes) {
   scheduler().progress();
 }
 
+void SharedPass::fail(const Conflict& conflict) const { report_shared_conflict(cta_, conflict, actor_, what_); }
+
 void Cta::read_shared(uint32_t offset, uint32_t bytes, const Actor& actor, const char* what) {
-  const Conflict conflict = shared.read(offset, bytes, actor);
-  if (conflict.kind != Conflict::Kind::none) report_shared_conflict(*this, conflict, actor, what);
+  SharedPass(*this, actor, false, what).touch(offset, bytes);
 }
 
 void Cta::write_shared(uint32_t offset, uint32_t bytes, const Actor& actor, const char* what) {
-  const Conflict conflict = shared.write(offset, bytes, actor);
-  if (conflict.kind != Conflict::Kind::none) report_shared_conflict(*this, conflict, actor, what);
+  SharedPass(*this, actor, true, what).touch(offset, bytes);
 }
 
 void Cta::atomic_shared(uint32_t offset, uint32_t bytes, const Actor& actor) {

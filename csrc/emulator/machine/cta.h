@@ -85,6 +85,25 @@ class Cta {
   void atomic_shared(uint32_t offset, uint32_t bytes, const Actor& actor);
 };
 
+// The accesses of one instruction or operation to a CTA's shared memory; reports a conflict.
+class SharedPass {
+ public:
+  SharedPass(Cta& cta, const Actor& actor, bool writes, const char* what)
+      : cta_(cta), actor_(actor), what_(what), pass_(cta.shared, actor, writes) {}
+  void touch(uint32_t offset, uint32_t bytes) {
+    const Conflict conflict = pass_.touch(offset, bytes);
+    if (conflict.kind != Conflict::Kind::none) fail(conflict);
+  }
+
+ private:
+  [[noreturn]] void fail(const Conflict& conflict) const;
+
+  Cta& cta_;
+  const Actor& actor_;
+  const char* what_;
+  SharedMemory::Pass pass_;
+};
+
 class Cluster {
  public:
   Cluster(Grid& grid, Scheduler& scheduler, uint64_t number);

@@ -11,37 +11,15 @@
 #include "lane_functions.h"
 #include "report.h"
 #include "scheduler.h"
+#include "warp_access.h"
 
 namespace jax_fa4::emulator {
 namespace {
 
-// Shared-memory cycles beyond one for each 128 bytes: the most words that a bank must give in one pass of 128 bytes.
-uint64_t extra_cycles(const uint32_t* offsets, uint32_t lanes, uint32_t bytes) {
-  constexpr int kBanks = 32, kMostWords = 32;  // in one bank and pass: a word of each lane
-  const int lanes_a_pass = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
-  uint64_t extra = 0;
-  uint32_t words[kBanks][kMostWords];
-  for (int first = 0; first < kLanes; first += lanes_a_pass) {
-    int used[kBanks] = {}, most = 1;
-    for (int lane = first; lane < first + lanes_a_pass; lane++) {
-      if (((lanes >> lane) & 1) == 0) continue;
-      for (uint32_t word = offsets[lane] / 4; word * 4 < offsets[lane] + bytes; word++) {
-        uint32_t* bank = words[word % kBanks];
-        int& count = used[word % kBanks];
-        if (std::find(bank, bank + count, word) != bank + count || count == kMostWords) continue;
-        bank[count++] = word;
-        most = std::max(most, count);
-      }
-    }
-    extra += static_cast<uint64_t>(most - 1);
-  }
-  return extra;
-}
-
 void count_shared(Warp& warp, const uint32_t* offsets, uint32_t lanes, uint32_t bytes, bool writes) {
   Statistics& counts = warp.cta.scheduler().counts;
   (writes ? counts.shared_written : counts.shared_read) += static_cast<uint64_t>(std::popcount(lanes)) * bytes;
-  counts.bank_conflicts += extra_cycles(offsets, lanes, bytes);
+  counts.bank_conflicts += extra_shared_cycles(offsets, lanes, bytes);
 }
 
 bool synchronizes(const Instruction& i) { return i.order != MemoryOrder::weak; }
@@ -103,11 +81,29 @@ void put_loaded(const Instruction& i, const uint8_t* data, uint32_t* plane) {
 
 }  // namespace
 
-EMULATOR_HANDLER(execute_load) {
-  const uint32_t element = static_cast<uint32_t>(type_bits(i.type)) / 8, bytes = element * i.vector;
+namespace {
+
+// Loads whose lanes all find plain data: `from` of each active lane.
+void put_all_loaded(Warp& warp, const Instruction& i, const uint8_t* const* from, uint32_t lanes) {
+  const uint32_t element = static_cast<uint32_t>(type_bits(i.type)) / 8;
+  const Slot* list = warp.list(i);
+  for (uint32_t at = 0; at < i.list_count; at++) {
+    uint32_t value[4 * kLanes];
+    if (element >= 4 && i.out_slots * 4u == element) {
+      for (uint32_t plane = 0; plane < i.out_slots; plane++)
+        for (int lane = 0; lane < kLanes; lane++)
+          std::memcpy(value + plane * kLanes + lane, from[lane] + at * element + plane * 4, 4);
+    } else {
+      for (int lane = 0; lane < kLanes; lane++)
+        if (((lanes >> lane) & 1) != 0) put_loaded(i, from[lane] + at * element, value + lane);
+    }
+    warp.write(list[at], value, i.out_slots, lanes);
+  }
+}
+
+void load_slowly(Warp& warp, const Instruction& i, uint32_t lanes, uint32_t bytes, const uint8_t** from) {
   Actor actor = actor_of(warp);
   actor.strong = synchronizes(i);
-  alignas(16) uint8_t data[kLanes][32];
   uint32_t offsets[kLanes] = {}, shared_lanes = 0;
   GlobalLanes global;
   for (int lane = 0; lane < kLanes; lane++) {
@@ -121,18 +117,33 @@ EMULATOR_HANDLER(execute_load) {
       offsets[lane] = place.offset;
       shared_lanes |= 1u << lane;
     }
-    std::memcpy(data[lane], place.data, bytes);
+    from[lane] = place.data;
   }
   global.record(warp, i, AccessKind::read, bytes, "a load");
   if (shared_lanes != 0) count_shared(warp, offsets, shared_lanes, bytes, false);
   if (synchronizes(i)) warp.yield = true;  // the kernel may be polling
-  const Slot* list = warp.list(i);
-  for (uint32_t at = 0; at < i.list_count; at++) {
-    uint32_t value[4 * kLanes];
-    for (int lane = 0; lane < kLanes; lane++)
-      if (((lanes >> lane) & 1) != 0) put_loaded(i, data[lane] + at * element, value + lane);
-    warp.write(list[at], value, i.out_slots, lanes);
+}
+
+}  // namespace
+
+EMULATOR_HANDLER(execute_load) {
+  const uint32_t bytes = static_cast<uint32_t>(type_bits(i.type)) / 8 * i.vector;
+  const uint8_t* from[kLanes];
+  const LaneAddresses addresses(warp, i, lanes, bytes);
+  if (!synchronizes(i) && addresses.in_shared()) {
+    addresses.touch_shared(warp, false, "a load");
+    uint8_t* shared = warp.cta.shared.data();
+    for (int lane = 0; lane < kLanes; lane++) from[lane] = shared + addresses.offset[lane];
+    count_shared(warp, addresses.offset, lanes, bytes, false);
+  } else if (!synchronizes(i) && addresses.in_global(warp, i, false)) {
+    addresses.touch_global(warp, i, AccessKind::read, false, "a load");
+    for (int lane = 0; lane < kLanes; lane++) from[lane] = reinterpret_cast<const uint8_t*>(addresses.address[lane]);
+  } else {
+    alignas(16) static const uint8_t kNothing[32] = {};
+    std::fill(from, from + kLanes, kNothing);
+    load_slowly(warp, i, lanes, bytes, from);
   }
+  put_all_loaded(warp, i, from, lanes);
   return Flow::next;
 }
 
@@ -151,16 +162,40 @@ EMULATOR_HANDLER(execute_load_param) {
   return Flow::next;
 }
 
-EMULATOR_HANDLER(execute_store) {
-  const uint32_t element = static_cast<uint32_t>(type_bits(i.type)) / 8, bytes = element * i.vector;
-  const Slot* list = warp.list(i);
+namespace {
+
+// What a store takes from registers: `count` planes of `bytes` (at most 4) bytes a lane, which lie one after the other.
+struct StoredPlanes {
+  const uint32_t* plane[8];
+  uint32_t count = 0;
+  uint32_t bytes;
+
+  StoredPlanes(Warp& warp, const Instruction& i) {
+    const uint32_t element = static_cast<uint32_t>(type_bits(i.type)) / 8;
+    const Slot* list = warp.list(i);
+    bytes = std::min(element, 4u);
+    for (uint32_t at = 0; at < i.list_count; at++)
+      for (uint32_t part = 0; part < std::max(1u, element / 4); part++)
+        plane[count++] = warp.source(list[at]) + part * kLanes;
+  }
+  void put(uint8_t* to, int lane) const {
+    for (uint32_t at = 0; at < count; at++, to += bytes) {
+      if (bytes == 4)
+        std::memcpy(to, plane[at] + lane, 4);
+      else
+        std::memcpy(to, plane[at] + lane, bytes);
+    }
+  }
+  bool is_there(const uint8_t* at_place, int lane) const {
+    for (uint32_t at = 0; at < count; at++, at_place += bytes)
+      if (std::memcmp(at_place, plane[at] + lane, bytes) != 0) return false;
+    return true;
+  }
+};
+
+void store_slowly(Warp& warp, const Instruction& i, uint32_t lanes, uint32_t bytes, const StoredPlanes& planes) {
   Actor actor = actor_of(warp);
   actor.strong = synchronizes(i);
-  const uint32_t* planes[8];
-  uint32_t count = 0;
-  const uint32_t per_element = std::max(1u, element / 4);
-  for (uint32_t at = 0; at < i.list_count; at++)
-    for (uint32_t plane = 0; plane < per_element; plane++) planes[count++] = warp.source(list[at]) + plane * kLanes;
   uint32_t offsets[kLanes] = {}, shared_lanes = 0;
   uint64_t flags[kLanes];
   GlobalLanes global;
@@ -168,26 +203,51 @@ EMULATOR_HANDLER(execute_store) {
     if (((lanes >> lane) & 1) == 0) continue;
     const uint64_t address = warp.address(i, lane);
     const Place place = resolve(warp, i.space, address, bytes, bytes, lane, true);
-    if (place.is_global) global.add(lane, address);
+    if (place.is_global) {
+      global.add(lane, address);
+      global.repeats = global.repeats && planes.is_there(place.data, lane);
+    }
     if (place.owner != nullptr) {
       place.owner->write_shared(place.offset, bytes, actor, "a store");
       offsets[lane] = place.offset;
       shared_lanes |= 1u << lane;
     }
     if (synchronizes(i)) flags[lane] = flag_address(place, address);
-    uint8_t* to = place.data;
-    for (uint32_t at = 0; at < count; at++, to += std::min(element, 4u)) {
-      if (place.is_global)
-        global.repeats = global.repeats && std::memcmp(to, &planes[at][lane], std::min(element, 4u)) == 0;
-      std::memcpy(to, &planes[at][lane], std::min(element, 4u));
-    }
+    planes.put(place.data, lane);
   }
   global.record(warp, i, AccessKind::write, bytes, "a store");
   if (synchronizes(i))
     for (int lane = 0; lane < kLanes; lane++)
       if (((lanes >> lane) & 1) != 0) write_flag(warp, flags[lane], i.order, i.scope);
   if (shared_lanes != 0) count_shared(warp, offsets, shared_lanes, bytes, true);
+}
+
+}  // namespace
+
+EMULATOR_HANDLER(execute_store) {
+  const uint32_t bytes = static_cast<uint32_t>(type_bits(i.type)) / 8 * i.vector;
+  const StoredPlanes planes(warp, i);
+  const LaneAddresses addresses(warp, i, lanes, bytes);
   warp.cta.scheduler().progress();
+  if (!synchronizes(i) && addresses.in_shared()) {
+    addresses.touch_shared(warp, true, "a store");
+    for (int lane = 0; lane < kLanes; lane++)
+      if (((lanes >> lane) & 1) != 0) planes.put(warp.cta.shared.data() + addresses.offset[lane], lane);
+    count_shared(warp, addresses.offset, lanes, bytes, true);
+    return Flow::next;
+  }
+  if (!synchronizes(i) && addresses.in_global(warp, i, true)) {
+    bool repeats = true;
+    for (int lane = 0; lane < kLanes; lane++) {
+      if (((lanes >> lane) & 1) == 0) continue;
+      uint8_t* to = reinterpret_cast<uint8_t*>(addresses.address[lane]);
+      repeats = repeats && planes.is_there(to, lane);
+      planes.put(to, lane);
+    }
+    addresses.touch_global(warp, i, AccessKind::write, repeats, "a store");
+    return Flow::next;
+  }
+  store_slowly(warp, i, lanes, bytes, planes);
   return Flow::next;
 }
 
@@ -389,6 +449,26 @@ SharedPlace row_place(Warp& warp, const Instruction& i, int lane) {
   return resolve_shared(warp, address, 16, "a matrix row");
 }
 
+// The record of the rows, which mostly lie in the warp's own CTA.
+class MatrixRows {
+ public:
+  MatrixRows(Warp& warp, bool writes, const char* what)
+      : own_(&warp.cta), actor_(actor_of(warp)), writes_(writes), what_(what), pass_(warp.cta, actor_, writes, what) {}
+  void touch(const SharedPlace& place) {
+    if (place.cta == own_)
+      pass_.touch(place.offset, 16);
+    else
+      SharedPass(*place.cta, actor_, writes_, what_).touch(place.offset, 16);
+  }
+
+ private:
+  Cta* own_;
+  const Actor actor_;
+  const bool writes_;
+  const char* what_;
+  SharedPass pass_;
+};
+
 }  // namespace
 
 // mode: matrices; flags 1: transposed.
@@ -397,11 +477,12 @@ EMULATOR_HANDLER(execute_load_matrix) {
   const Slot* list = warp.list(i);
   uint32_t results[4][kLanes];
   uint32_t offsets[kLanes] = {};
+  MatrixRows touched(warp, false, "ldmatrix");
   for (int matrix = 0; matrix < i.mode; matrix++) {
     uint16_t rows[8][8];
     for (int row = 0; row < 8; row++) {
       const SharedPlace place = row_place(warp, i, matrix * 8 + row);
-      place.cta->read_shared(place.offset, 16, actor_of(warp), "ldmatrix");
+      touched.touch(place);
       offsets[matrix * 8 + row] = place.offset;
       std::memcpy(rows[row], place.cta->shared.data() + place.offset, 16);
     }
@@ -417,6 +498,7 @@ EMULATOR_HANDLER(execute_store_matrix) {
   if (!warp.converged(0xffffffffu, lanes)) return warp.block({Wait::Kind::reconvergence, 0xffffffffu});
   const Slot* list = warp.list(i);
   uint32_t offsets[kLanes] = {};
+  MatrixRows touched(warp, true, "stmatrix");
   for (int matrix = 0; matrix < i.mode; matrix++) {
     uint16_t rows[8][8];
     uint8_t narrow[8][16];
@@ -426,7 +508,7 @@ EMULATOR_HANDLER(execute_store_matrix) {
       store_matrix(rows, (i.flags & 1) != 0, warp.source(list[matrix]));
     for (int row = 0; row < 8; row++) {
       const SharedPlace place = row_place(warp, i, matrix * 8 + row);
-      place.cta->write_shared(place.offset, 16, actor_of(warp), "stmatrix");
+      touched.touch(place);
       offsets[matrix * 8 + row] = place.offset;
       if (i.flags & 2)
         std::memcpy(place.cta->shared.data() + place.offset, narrow[row], 16);

@@ -29,7 +29,7 @@ void read_tensor(Cta& cta, int first_piece, int pieces, int column, int columns,
     throw Fault(Status::illegal_address, std::string(what) + " reads columns " + std::to_string(column) + " to " +
                                              std::to_string(column + columns - 1) +
                                              " of tensor memory, which are not allocated");
-  const Conflict conflict = tensor_of(cta).read(first_piece, pieces, column, columns, actor);
+  const Conflict conflict = tensor_of(cta).touch(first_piece, pieces, column, columns, actor, false);
   if (conflict.kind != Conflict::Kind::none) report_tensor_conflict(cta, conflict, actor, what);
 }
 
@@ -39,7 +39,7 @@ void write_tensor(Cta& cta, int first_piece, int pieces, int column, int columns
     throw Fault(Status::illegal_address, std::string(what) + " writes columns " + std::to_string(column) + " to " +
                                              std::to_string(column + columns - 1) +
                                              " of tensor memory, which are not allocated");
-  const Conflict conflict = tensor_of(cta).write(first_piece, pieces, column, columns, actor);
+  const Conflict conflict = tensor_of(cta).touch(first_piece, pieces, column, columns, actor, true);
   if (conflict.kind != Conflict::Kind::none) report_tensor_conflict(cta, conflict, actor, what);
 }
 

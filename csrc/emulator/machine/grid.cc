@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <ctime>
 #include <numeric>
 #include <thread>
 
@@ -50,6 +51,7 @@ void Statistics::add(const Statistics& other) {
   tensor_memory_read += other.tensor_memory_read;
   tensor_memory_written += other.tensor_memory_written;
   multiply_adds += other.multiply_adds;
+  cpu_seconds += other.cpu_seconds;
   bank_conflicts += other.bank_conflicts;
 }
 
@@ -120,6 +122,13 @@ void Grid::collect(const Statistics& part) {
 
 namespace {
 
+// Processor time of the calling thread.
+double thread_seconds() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
 std::string fault_text(const Grid& grid, const Scheduler& scheduler, const Fault& fault) {
   std::string text = fault.what();
   if (fault.status() == Status::launch_timeout) return text + "in kernel " + grid.program.name;
@@ -137,6 +146,7 @@ void Grid::run() {
   const uint64_t wanted = options.threads > 0 ? static_cast<uint64_t>(options.threads) : hardware;
   const uint64_t threads = std::min(wanted, clusters_);
   const auto work = [this](uint64_t number) {
+    const double begin = thread_seconds();
     Scheduler scheduler(*this, options.seed * 0x9e3779b97f4a7c15u + number + 1);
     try {
       scheduler.run();
@@ -145,6 +155,7 @@ void Grid::run() {
     } catch (const std::bad_alloc&) {
       fail(Fault(Status::out_of_memory, "the host has no memory left for the emulated CTAs"));
     }
+    scheduler.counts.cpu_seconds = thread_seconds() - begin;
     collect(scheduler.counts);
   };
   std::vector<std::thread> helpers;

@@ -21,8 +21,9 @@ struct Statistics {
   std::string kernel;
   uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1}, cluster[3] = {1, 1, 1};
   uint64_t warp_instructions = 0;
-  uint64_t events = 0;  // asynchronous completions
-  double seconds = 0;
+  uint64_t events = 0;     // asynchronous completions
+  double seconds = 0;      // of the host
+  double cpu_seconds = 0;  // of its cores: the time that its threads ran
   // executed[warp * code size + pc]: warp instructions, summed over CTAs.
   std::vector<uint64_t> executed;
   std::vector<uint64_t> waited;  // the same: times that lanes blocked there

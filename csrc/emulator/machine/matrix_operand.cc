@@ -24,11 +24,12 @@ SharedOperand shared_operand(DescriptorDecoder decode, uint64_t bits, int rows, 
 
 void read_operand(Cta& cta, const SharedOperand& operand, const Actor& actor, const char* operand_name,
                   const char* reader) {
+  SharedPass pass(cta, actor, false, reader);
   walk_operand(operand, [&](uint32_t address) {
     if (!cta.shared.contains(address, 16) || address < kReservedShared)
       throw Fault(Status::illegal_address, std::string(operand_name) + " reaches shared address " + hex(address) +
                                                ", outside of the CTA's shared memory");
-    cta.read_shared(address, 16, actor, reader);
+    pass.touch(address, 16);
   });
   cta.scheduler().counts.matrix_shared_read += static_cast<uint64_t>(operand.rows) *
                                                static_cast<uint64_t>(operand.depth) *

@@ -2,10 +2,16 @@
 #include "tensor_memory.h"
 
 namespace jax_fa4::emulator {
+namespace {
 
-TensorMemory::TensorMemory(bool track) : tracked_(track), cells_(kTensorLanes * kTensorColumns, 0x7fffffffu) {
-  if (track) track_.resize(kPieces * kTensorColumns);
-}
+constexpr int kPieces = kTensorLanes / 16;
+
+}  // namespace
+
+TensorMemory::TensorMemory(bool track)
+    : tracked_(track),
+      cells_(kTensorLanes * kTensorColumns, 0x7fffffffu),
+      record_(AccessRecord::Memory::tensor, track ? kPieces * kTensorColumns : 0) {}
 
 int TensorMemory::allocate(int columns) {
   for (int first = 0; first + columns <= kTensorColumns; first += columns) {
@@ -40,48 +46,17 @@ int TensorMemory::allocated_columns() const {
   return count;
 }
 
-Conflict TensorMemory::read(int first_piece, int pieces, int column, int columns, const Actor& actor) {
+Conflict TensorMemory::touch(int first_piece, int pieces, int column, int columns, const Actor& actor, bool writes) {
   if (!tracked_) return {};
-  const VectorClock& happened = actor.knows->happened;
-  for (int piece = first_piece; piece < first_piece + pieces; piece++)
-    for (int at = column; at < column + columns; at++) {
-      Cell& one = cell(piece, at);
-      const uint32_t place = static_cast<uint32_t>(piece << 16 | at);
-      if (!one.written) return {Conflict::Kind::uninitialized, place, {}};
-      if (one.writer.agent != actor.stamp.agent && happened.at(one.writer.agent) < one.writer.time)
-        return {Conflict::Kind::read_after_write, place, one.writer};
-      if (actor.tensor != nullptr && one.writer.time != 0 && !actor.tensor->may_follow(one.writer))
-        return {Conflict::Kind::tensor_fence, place, one.writer};
-      one.reader = actor.stamp;
-    }
+  AccessRecord::Pass pass(record_, actor, writes);
+  for (int piece = first_piece; piece < first_piece + pieces; piece++) {
+    Conflict conflict =
+        pass.touch(static_cast<uint32_t>(piece * kTensorColumns + column), static_cast<uint32_t>(columns));
+    if (conflict.kind == Conflict::Kind::none) continue;
+    conflict.offset = static_cast<uint32_t>(piece << 16) | conflict.offset % kTensorColumns;
+    return conflict;
+  }
   return {};
-}
-
-Conflict TensorMemory::write(int first_piece, int pieces, int column, int columns, const Actor& actor) {
-  Conflict first;
-  if (!tracked_) return first;
-  const VectorClock& happened = actor.knows->happened;
-  for (int piece = first_piece; piece < first_piece + pieces; piece++)
-    for (int at = column; at < column + columns; at++) {
-      Cell& one = cell(piece, at);
-      const uint32_t place = static_cast<uint32_t>(piece << 16 | at);
-      if (first.kind == Conflict::Kind::none) {
-        if (one.writer.time != 0 && one.writer.agent != actor.stamp.agent &&
-            happened.at(one.writer.agent) < one.writer.time)
-          first = {Conflict::Kind::write_after_write, place, one.writer};
-        else if (one.reader.time != 0 && one.reader.agent != actor.stamp.agent &&
-                 happened.at(one.reader.agent) < one.reader.time)
-          first = {Conflict::Kind::write_after_read, place, one.reader};
-        else if (actor.tensor != nullptr && one.writer.time != 0 && !actor.tensor->may_follow(one.writer))
-          first = {Conflict::Kind::tensor_fence, place, one.writer};
-        else if (actor.tensor != nullptr && one.reader.time != 0 && !actor.tensor->may_follow(one.reader))
-          first = {Conflict::Kind::tensor_fence, place, one.reader};
-      }
-      one.writer = actor.stamp;
-      one.reader = {};
-      one.written = true;
-    }
-  return first;
 }
 
 }  // namespace jax_fa4::emulator

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../units/matrix.h"
-#include "shared_memory.h"
+#include "access_record.h"
 
 namespace jax_fa4::emulator {
 
@@ -27,21 +27,13 @@ class TensorMemory {
   bool relinquished = false;
   uint32_t pair_allocations = 0;  // tcgen05.alloc.cta_group::2 that this CTA has come to
 
-  // `first_piece` and `pieces` count 16 lanes each. `offset` of a conflict is piece << 16 | column.
-  Conflict read(int first_piece, int pieces, int column, int columns, const Actor& actor);
-  Conflict write(int first_piece, int pieces, int column, int columns, const Actor& actor);
+  // Records an access. `first_piece` and `pieces` count 16 lanes each; `offset` of a conflict is piece << 16 | column.
+  Conflict touch(int first_piece, int pieces, int column, int columns, const Actor& actor, bool writes);
 
  private:
-  struct Cell {
-    Stamp writer, reader;
-    bool written = false;
-  };
-  static constexpr int kPieces = kTensorLanes / 16;
-  Cell& cell(int piece, int column) { return track_[static_cast<size_t>(piece * kTensorColumns + column)]; }
-
   bool tracked_;
   std::vector<uint32_t> cells_;
-  std::vector<Cell> track_;
+  AccessRecord record_;                          // a word a column of each piece
   std::array<int16_t, kTensorColumns> owner_{};  // first column + 1 of the allocation that holds the column; 0: free
 };
 
