@@ -25,7 +25,6 @@ from jax_fa4.schedule.order import Policy
 
 Start = Callable[[], Any]
 Candidate = Callable[[Case, str], Start]
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 DTYPE = "bfloat16"
 
 
@@ -44,17 +43,17 @@ def operands(case: Case) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(seed, shape, DTYPE) for seed, shape in zip(seeds, shapes, strict=True))
 
 
-def start_in_jax(attend: Attention, case: Case, passes: str) -> Start:
-    """A jitted call of the pass."""
+def start_in_jax(attend: Callable[..., jax.Array], case: Case, passes: str, *others: Any) -> Start:
+    """A jitted call of the pass; `others` are further arguments of the program."""
     tensors = operands(case)
     if passes == "forward":
-        return functools.partial(jax.jit(attend), *tensors[:3])
+        return functools.partial(jax.jit(attend), *tensors[:3], *others)
 
-    def both(query: jax.Array, key: jax.Array, value: jax.Array, grad_out: jax.Array) -> Any:
-        out, pull = jax.vjp(attend, query, key, value)
+    def both(query: jax.Array, key: jax.Array, value: jax.Array, grad_out: jax.Array, *others: Any) -> Any:
+        out, pull = jax.vjp(lambda *one: attend(*one, *others), query, key, value)
         return out, pull(grad_out)
 
-    return functools.partial(jax.jit(both), *tensors)
+    return functools.partial(jax.jit(both), *tensors, *others)
 
 
 def ours(implementation: str | None, traced_ids: bool = False, dense: bool = False) -> Candidate:
@@ -63,14 +62,16 @@ def ours(implementation: str | None, traced_ids: bool = False, dense: bool = Fal
     def candidate(case: Case, passes: str) -> Start:
         if case.documents is None and (traced_ids or dense):
             raise NotMeasuredError("it is for packed rows")
-        ids = None if dense else case.segment_ids
-        attend = functools.partial(
-            jax_fa4.attention,
-            implementation=implementation,
-            segment_ids=jnp.asarray(ids) if traced_ids else ids,
-            is_causal=case.is_causal,
-        )
-        return start_in_jax(attend, case, passes)
+        known = None if dense else case.segment_ids
+        # An argument: XLA would fold a constant's planning.
+        others = (jnp.asarray(known),) if traced_ids else ()
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, ids: Any = known) -> jax.Array:
+            return jax_fa4.attention(
+                *(query, key, value), segment_ids=ids, is_causal=case.is_causal, implementation=implementation
+            )
+
+        return start_in_jax(attend, case, passes, *others)
 
     return candidate
 

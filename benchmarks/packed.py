@@ -34,7 +34,6 @@ from benchmarks.candidates import (
     Start,
     all_candidates,
     installed,
-    operands,
     start_in_jax,
 )
 from benchmarks.cases import PASSES, Case, packed_case
@@ -132,20 +131,11 @@ def by_plan(implementation: str | None) -> Candidate:
         shape: dict[str, Any] = {"heads": (case.heads, case.kv_heads), "head_dim": case.head_dim}
         options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
         plan = jax_fa4.plan_segments(jnp.asarray(case.segment_ids), **shape, **options)
-        leaves, tree = jax.tree.flatten(plan)
-        tensors = operands(case)
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, *leaves: jax.Array) -> jax.Array:
-            return jax_fa4.attention(query, key, value, segment_ids=jax.tree.unflatten(tree, leaves), **options)
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, plan: jax_fa4.SegmentPlan) -> jax.Array:
+            return jax_fa4.attention(query, key, value, segment_ids=plan, **options)
 
-        if passes == "forward":
-            return functools.partial(jax.jit(attend), *tensors[:3], *leaves)
-
-        def both(query: Any, key: Any, value: Any, grad_out: Any, *leaves: Any) -> Any:
-            out, pull = jax.vjp(lambda *x: attend(*x, *leaves), query, key, value)
-            return out, pull(grad_out)
-
-        return functools.partial(jax.jit(both), *tensors, *leaves)
+        return start_in_jax(attend, case, passes, plan)
 
     return candidate
 

@@ -235,6 +235,35 @@ def planned_grids(names: Sequence[str], problem: AttentionProblem, target: Targe
     return run(names, problem, target, grids)
 
 
+def planners(names: Sequence[str], target: Target, ids: Sequence[Any]) -> tuple[tuple[str, Target], ...]:
+    """Names of implementations that may plan ids by kernels of their own, and the targets that they see: without those
+    whose kernels run elsewhere than where ids lie that are no tracers."""
+    platforms = {
+        device.platform
+        for one in ids
+        if isinstance(one, jax.Array) and not isinstance(one, jax.core.Tracer)
+        for device in one.devices()
+    }
+    runs_on = {name: getattr(load(name), "platform", None) for name in names}
+    return tuple(
+        (name, resolve_target(name, target))
+        for name, platform in runs_on.items()
+        if platform is not None and platforms <= {platform}
+    )
+
+
+def plan_mask(name: str, target: Target, *mask: Any) -> Any:
+    """What an implementation's own kernels make of a mask of traced ids; None where it has none.
+
+    Args:
+      name: of the implementation.
+      target: as it sees it.
+      mask: rule, batch rows, `MaskOperands`, `PlannedGrids`.
+    """
+    plan = getattr(load(name), "plan_mask", None)
+    return None if plan is None else plan(*mask, target)
+
+
 def _refusal(refusals: Sequence[tuple[str, str]]) -> str:
     if len(refusals) == 1:
         name, reason = refusals[0]

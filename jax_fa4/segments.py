@@ -137,7 +137,7 @@ def plan_segments(
     """
     described = _read_heads(heads, head_dim, value_dim, dtype)
     mask = arguments.read_segments(segment_ids, is_causal, local_window_size, causal_alignment)
-    grids = NO_GRIDS
+    grids, names, target = NO_GRIDS, dispatch.read_names(implementation), dispatch.current_target()
     if described is not None:
         problem = AttentionProblem(
             batch=math.prod(mask.leading),
@@ -148,11 +148,11 @@ def plan_segments(
             scale=1.0,
             has_segment_ids=True,
         )
-        grids = dispatch.planned_grids(dispatch.read_names(implementation), problem, dispatch.current_target())
+        grids = dispatch.planned_grids(names, problem, target)
     if isinstance(mask.query_ids, HostArray) and isinstance(mask.key_ids, HostArray):
         return _plan(mask.rule, described, grids, mask.leading, mask.query_ids.array, mask.key_ids.array)
-    ids = (x.array if isinstance(x, HostArray) else x for x in (mask.query_ids, mask.key_ids))
-    return _plan_traced(mask.rule, described, grids, mask.leading, *ids)
+    ids = [x.array if isinstance(x, HostArray) else x for x in (mask.query_ids, mask.key_ids)]
+    return _plan_traced(mask.rule, described, grids, mask.leading, *ids, dispatch.planners(names, target, ids))
 
 
 def _plan(
@@ -162,14 +162,24 @@ def _plan(
     leading: tuple[int, ...],
     query_ids: Array,
     key_ids: Array,
+    planners: tuple[tuple[str, dispatch.Target], ...] = (),
 ) -> SegmentPlan:
-    """The plan for ids (B, T) and (B, S), NumPy or JAX, with the leading dimensions that B stands for."""
+    """The plan for ids (B, T) and (B, S), NumPy or JAX, with the leading dimensions that B stands for.
+
+    `planners` name the implementations, and what each is traced for, of which the first that has kernels for planning
+    does it.
+    """
     operands = MaskOperands(query_ids, key_ids)
-    queries, keys = query_intervals(rule, operands), key_intervals(rule, operands)
-    forward, backward = (
-        None if grid is None else make_table(grid, intervals).items
-        for grid, intervals in zip(grids, (queries, keys), strict=True)
-    )
+    made = (dispatch.plan_mask(*planner, rule, math.prod(leading), operands, grids) for planner in planners)
+    planned = next(filter(None, made), None)
+    if planned is not None:
+        queries, keys, forward, backward = planned
+    else:
+        queries, keys = query_intervals(rule, operands), key_intervals(rule, operands)
+        forward, backward = (
+            None if grid is None else make_table(grid, intervals).items
+            for grid, intervals in zip(grids, (queries, keys), strict=True)
+        )
 
     def unfold(array: Array) -> Array:
         return array.reshape(*leading, *array.shape[1:])
@@ -179,7 +189,7 @@ def _plan(
     return SegmentPlan(query_ids, key_ids, queries, keys, forward, backward, rule, heads, grids)
 
 
-_plan_traced = jax.jit(_plan, static_argnums=(0, 1, 2, 3))
+_plan_traced = jax.jit(_plan, static_argnums=(0, 1, 2, 3, 6))
 
 
 def _read_heads(heads: Any, head_dim: Any, value_dim: Any, dtype: Any) -> Heads | None:

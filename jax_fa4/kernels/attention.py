@@ -6,6 +6,7 @@ them. What the kernels do not take is refused when the call is traced, forward a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from jax_fa4 import emulator
 from jax_fa4.blockwise import blockwise
 from jax_fa4.cost import ARCHITECTURES as COSTS
 from jax_fa4.dispatch import Target, current_target
-from jax_fa4.ffi import blackwell_backward, blackwell_forward, hopper_backward, hopper_forward, launch
+from jax_fa4.ffi import blackwell_backward, blackwell_forward, hopper_backward, hopper_forward, launch, planning
 from jax_fa4.ffi.preprocess import padded_length
-from jax_fa4.kernels.plan import Architecture, KernelPlan, architectures_for
-from jax_fa4.problem import AttentionOperands, AttentionProblem, PlannedGrids
+from jax_fa4.kernels.plan import Architecture, KernelPlan, architecture_for, architectures_for
+from jax_fa4.problem import NO_GRIDS, AttentionOperands, AttentionProblem, PlannedGrids
 from jax_fa4.schedule.order import WorkGrid
+from jax_fa4.schedule.tiles import MaskOperands, MaskRule
 from jax_fa4.splitting import Split, choose_split, problem_of, run_split
 
 Pair = tuple[jax.Array, jax.Array]
@@ -141,6 +143,7 @@ class AttentionKernels:
     """The kernels on a GPU: the implementation named "fa4"."""
 
     name = "fa4"
+    platform = "gpu"  # of JAX, where the kernels run
 
     def driver(self, target: Target) -> str:
         """The name of the driver that launches the kernels."""
@@ -185,6 +188,40 @@ class AttentionKernels:
         """What a plan for such calls makes work tables for."""
         return kernels_of(target).grids(problem)
 
+    def plan_mask(
+        self, rule: MaskRule, batch: int, masks: MaskOperands, grids: PlannedGrids, target: Target
+    ) -> planning.Planned | None:
+        """A mask of traced ids and lengths, planned by kernels; None where they are not to be had: XLA can do it."""
+        architecture = architecture_for(capability_of(target) or (0, 0))
+        if architecture is None:
+            return None
+        try:
+            driver = self.driver(target)
+            launch.native()
+        except (ImportError, FileNotFoundError):
+            return None
+        if planning.why_not(rule, batch, masks, grids, architecture.name) is not None:
+            return None
+        return planning.plan(rule, batch, masks, grids, architecture=architecture.name, driver=driver)
+
+    def _planned(
+        self, problem: AttentionProblem, operands: AttentionOperands, grids: PlannedGrids, target: Target
+    ) -> tuple[AttentionProblem, AttentionOperands]:
+        """The call with its mask planned, where that waits for ids and lengths. Forward and backward ask for the same,
+        which XLA computes once where it sees both."""
+        if not problem.has_traced_mask or operands.query_lo is not None or problem.has_intervals:
+            return problem, operands
+        planned = self.plan_mask(problem.mask, problem.batch, problem.mask_operands(operands), grids, target)
+        if planned is None:
+            return problem, operands
+        rows = {
+            f"{side}_{name}": array
+            for side, intervals in (("query", planned.queries), ("key", planned.keys))
+            for name, array in intervals._asdict().items()
+        }
+        tables = {"forward_items": planned.forward_items, "backward_items": planned.backward_items}
+        return dataclasses.replace(problem, planned=grids), operands._replace(**rows, **tables)
+
     def forward(self, problem: AttentionProblem, operands: AttentionOperands) -> Pair:
         """The output (B, T, N, Dv) in the problem's dtype and the log-sum-exp (B, T, N), float32.
 
@@ -194,7 +231,10 @@ class AttentionKernels:
         """
         target = current_target()
         run = functools.partial(kernels_of(target).forward, driver=self.driver(target))
-        return run_split(run, problem, operands, split_of(problem, target))
+        split = split_of(problem, target)
+        grids = kernels_of(target).grids(problem) if split.is_whole and not problem.is_empty else NO_GRIDS
+        problem, operands = self._planned(problem, operands, grids, target)
+        return run_split(run, problem, operands, split)
 
     def backward(
         self,
@@ -210,6 +250,8 @@ class AttentionKernels:
         backward = kernels_of(target).backward
         if backward is None:  # of the emulated GPU alone: the others refuse the call
             return blockwise.backward(problem, operands, out, lse, grad_out, grad_lse)
+        grids = kernels_of(target).grids(problem)
+        problem, operands = self._planned(problem, operands, grids, target)
         return backward(problem, operands, out, lse, grad_out, grad_lse, driver=self.driver(target))
 
 
@@ -217,6 +259,7 @@ class EmulatedKernels(AttentionKernels):
     """The same kernels on the emulated GPU, on JAX's CPU platform: the implementation named "emulated"."""
 
     name = "emulated"
+    platform = "cpu"
 
     def driver(self, target: Target) -> str:
         """The name of the driver that emulates the target."""

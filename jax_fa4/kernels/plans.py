@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jax_fa4.kernels import planning_plans
 from jax_fa4.kernels.blackwell import backward_plans
 from jax_fa4.kernels.blackwell import plans as blackwell
 from jax_fa4.kernels.hopper import backward_plans as hopper_backward
@@ -163,6 +164,7 @@ def _bundled_plans() -> Iterator[KernelPlan]:
                 if dtype in FORWARD_DTYPES:
                     yield postprocess_plan(architecture, dtype, head_dim, head_dim)
     yield from _around_backwards()
+    yield from planning_plans.bundled_plans()
     for dtype in FORWARD_DTYPES:
         for head_dim in FORWARD_TILES:
             for tiles in (FORWARD_TILES[head_dim], SHORT_TILES[head_dim]):

@@ -108,6 +108,17 @@ class WorkGrid:
         return min(power_of_two * self.sharing_heads, max(self.heads, 1))
 
     @property
+    def clock_bits(self) -> tuple[int, int]:
+        """Bits of an item's clocks that count beside its section, and how many low ones are dropped for that.
+
+        A sort by one number is several times as fast on a GPU as one by two, so section and clocks share 31 bits. The
+        clocks of the longest item that there could be are known, hence what of theirs has to be dropped, if anything.
+        """
+        longest = self.cost.overhead + self.cost.partial * -(-self.columns // self.column_tile)
+        bits = max(31 - (self.batch * self.sections).bit_length(), 1)
+        return bits, max(longest.bit_length() - bits, 0)
+
+    @property
     def sections(self) -> int:
         """Sections of each batch row."""
         return -(-self.heads // self.section_heads)
@@ -326,14 +337,8 @@ def _longest_first(xp: Any, grid: WorkGrid, clocks: Array, places: Array) -> tup
 
 
 def _shortness(grid: WorkGrid, clocks: Array) -> tuple[Array, int]:
-    """Clocks as numbers that grow the shorter an item is, int32, and how many bits these have.
-
-    A sort by one number is several times as fast on a GPU as one by two, so section and clocks share 31 bits. The
-    clocks of the longest item that there could be are known, hence what of theirs has to be dropped, if anything.
-    """
-    longest = grid.cost.overhead + grid.cost.partial * -(-grid.columns // grid.column_tile)
-    bits = max(31 - (grid.batch * grid.sections).bit_length(), 1)
-    dropped = max(longest.bit_length() - bits, 0)
+    """Clocks as numbers that grow the shorter an item is, int32, and how many bits these have."""
+    bits, dropped = grid.clock_bits
     return (1 << bits) - 1 - (clocks >> dropped), bits
 
 
