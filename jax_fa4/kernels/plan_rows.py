@@ -375,6 +375,6 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
     pair = (pointer(Int32),) * 2
     of_side = (pointer(Int32), pointer(Int32), pointer(Uint8), pointer(Int32), pointer(Int32))
-    ids, lengths = pair if made.has_ids else (None, None), pair if made.has_lengths else (None, None)
+    ids, lengths = (pair if exists else None for exists in (made.has_ids, made.has_lengths))
     table = pointer(Int32) if made.has_ids else None
     return made.host, (ids, lengths, of_side * 2, table, (Int32(1),) * 17)
