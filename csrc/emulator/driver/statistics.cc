@@ -62,25 +62,32 @@ std::string regions_json(const Statistics& counts, const Program& program) {
   const std::vector<Loop> loops = loops_of(program);
   const std::vector<int> inner = innermost(program, loops);
   const size_t size = program.code.size(), warps = size == 0 ? 0 : counts.executed.size() / size;
+  struct Region {
+    uint64_t by_class[kClasses] = {}, waited = 0;
+    bool executed = false;
+  };
   std::string text;
-  for (size_t warp = 0; warp < warps; warp++)
-    for (int region = -1; region < static_cast<int>(loops.size()); region++) {
-      uint64_t by_class[kClasses] = {}, waited = 0, total = 0;
-      for (size_t pc = 0; pc < size; pc++) {
-        if (inner[pc] != region) continue;
-        by_class[static_cast<int>(program.code[pc].kind)] += counts.executed[warp * size + pc];
-        total += counts.executed[warp * size + pc];
-        waited += counts.waited[warp * size + pc];
-      }
-      if (total == 0) continue;
+  for (size_t warp = 0; warp < warps; warp++) {
+    std::vector<Region> regions(loops.size() + 1);  // the first: outside of loops
+    for (size_t pc = 0; pc < size; pc++) {
+      const uint64_t count = counts.executed[warp * size + pc];
+      Region& region = regions[static_cast<size_t>(inner[pc] + 1)];
+      region.by_class[static_cast<int>(program.code[pc].kind)] += count;
+      region.waited += counts.waited[warp * size + pc];
+      region.executed = region.executed || count != 0;
+    }
+    for (size_t region = 0; region < regions.size(); region++) {
+      if (!regions[region].executed) continue;
       std::string lines = "null";
-      if (region >= 0) {
-        const Loop& loop = loops[static_cast<size_t>(region)];
+      if (region > 0) {
+        const Loop& loop = loops[region - 1];
         lines = "[" + std::to_string(program.code[loop.first].line) + ", " +
                 std::to_string(program.code[loop.last].line) + "]";
       }
-      text += (text.empty() ? "" : ",\n  ") + region_json(by_class, waited, warp, lines);
+      text +=
+          (text.empty() ? "" : ",\n  ") + region_json(regions[region].by_class, regions[region].waited, warp, lines);
     }
+  }
   return text;
 }
 

@@ -2,6 +2,7 @@
 #include "access.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "grid.h"
 #include "report.h"
@@ -12,30 +13,38 @@ namespace {
 
 std::string in_lane(int lane) { return " in lane " + std::to_string(lane); }
 
+// The bits of the bytes from `at` to `end` that share a byte of the record with `at`.
+uint8_t bits_from(uint64_t at, uint64_t end) {
+  const uint64_t last = std::min(end, at / 8 * 8 + 8) - 1;
+  return static_cast<uint8_t>(0xffu << (at % 8) & 0xffu >> (7 - last % 8));
+}
+
 bool all_written(const GlobalMemory::Range& range, uint64_t address, uint64_t bytes) {
   if (range.written == nullptr) return true;
-  const std::vector<uint8_t>& bits = *range.written;
+  const uint8_t* bits = range.written->data();
   const uint64_t first = address - range.begin, end = first + bytes;
   for (uint64_t at = first; at < end;) {
-    const uint64_t stop = std::min(end, at / 8 * 8 + 8);
-    const uint32_t mask = 0xffu << (at % 8) & 0xffu >> (7 - (stop - 1) % 8);
+    uint64_t many = 0;
+    if (at % 8 == 0 && at + 64 <= end) {
+      std::memcpy(&many, bits + at / 8, sizeof many);
+      if (~many != 0) return false;
+      at += 64;
+      continue;
+    }
+    const uint8_t mask = bits_from(at, end);
     if ((bits[at / 8] & mask) != mask) return false;
-    at = stop;
+    at = at / 8 * 8 + 8;
   }
   return true;
 }
 
 void set_written(const GlobalMemory::Range& range, uint64_t address, uint64_t bytes) {
-  if (range.written == nullptr) return;
-  std::vector<uint8_t>& bits = *range.written;
+  if (all_written(range, address, bytes)) return;
+  uint8_t* bits = range.written->data();
   const uint64_t first = address - range.begin, end = first + bytes;
-  for (uint64_t at = first; at < end;) {
-    const uint64_t stop = std::min(end, at / 8 * 8 + 8);
-    const uint8_t mask = static_cast<uint8_t>(0xffu << (at % 8) & 0xffu >> (7 - (stop - 1) % 8));
-    // Neighbouring CTAs on other host threads may share the byte.
-    if ((bits[at / 8] & mask) != mask) __atomic_fetch_or(&bits[at / 8], mask, __ATOMIC_RELAXED);
-    at = stop;
-  }
+  // Neighbouring CTAs on other host threads may share the byte.
+  for (uint64_t at = first; at < end; at = at / 8 * 8 + 8)
+    __atomic_fetch_or(&bits[at / 8], bits_from(at, end), __ATOMIC_RELAXED);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #include "access_record.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace jax_fa4::emulator {
 
@@ -51,10 +50,15 @@ uint32_t AccessRecord::after(uint32_t id, const Actor& actor, bool writes, uint8
   }
   if (actor.strong) return id;  // a write that follows is strong too, or comes after a flag
   const VectorClock& happened = actor.knows->happened;
-  fresh = old;
+  fresh.writer = old.writer;
+  fresh.written = old.written;
+  fresh.last_bytes = old.last_bytes;
+  fresh.asynchronous = old.asynchronous;
+  fresh.strong = old.strong;
+  fresh.readers.reserve(old.readers.size() + 1);
   // Readers that this one comes after need not be remembered: who is ordered after it is ordered after them.
-  std::erase_if(fresh.readers,
-                [&](const Stamp& one) { return one.agent == actor.stamp.agent || happened.at(one.agent) >= one.time; });
+  for (const Stamp& one : old.readers)
+    if (one.agent != actor.stamp.agent && happened.at(one.agent) < one.time) fresh.readers.push_back(one);
   fresh.readers.push_back(actor.stamp);
   return add(std::move(fresh));
 }
@@ -109,15 +113,8 @@ Conflict AccessRecord::Pass::touch(uint32_t first, uint32_t count, uint8_t mask)
   uint32_t index = first;
   const uint32_t end = first + count;
   while (index < end) {
-    const uint64_t two_from = from_ | uint64_t{from_} << 32, two_to = to_ | uint64_t{to_} << 32;
-    for (; index + 4 <= end; index += 4) {
-      uint64_t pairs[2];
-      std::memcpy(pairs, words + index, sizeof pairs);
-      if (pairs[0] == two_to && pairs[1] == two_to) continue;
-      if (pairs[0] != two_from || pairs[1] != two_from) break;
-      pairs[0] = pairs[1] = two_to;
-      std::memcpy(words + index, pairs, sizeof pairs);
-    }
+    if (mask == kWhole)
+      while (index + 4 <= end && touch_four_alike(index)) index += 4;
     // One word by itself: it may bring the next ones into step again.
     for (const uint32_t stop = std::min(end, index + 4); index < stop; index++) {
       if (words[index] == to_) continue;

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "clock.h"
@@ -63,8 +64,23 @@ class AccessRecord {
     Pass(AccessRecord& record, const Actor& actor, bool writes) : record_(record), actor_(actor), writes_(writes) {}
     // Records an access of `count` words from `first` on, the bytes of `mask` of each.
     Conflict touch(uint32_t first, uint32_t count, uint8_t mask = kWhole);
+    // The same of four whole words: true if they were in the state of the last ones, or have what that became.
+    bool touch_four_alike(uint32_t first) {
+      if (mask_ != kWhole || collections_ != record_.collections_) return false;
+      uint32_t* words = record_.words_.data() + first;
+      uint64_t pairs[2];
+      std::memcpy(pairs, words, sizeof pairs);
+      const uint64_t two_from = from_ * kTwice, two_to = to_ * kTwice;
+      if (pairs[0] == two_from && pairs[1] == two_from) {
+        pairs[0] = pairs[1] = two_to;
+        std::memcpy(words, pairs, sizeof pairs);
+        return true;
+      }
+      return pairs[0] == two_to && pairs[1] == two_to;
+    }
 
    private:
+    static constexpr uint64_t kTwice = 0x1'0000'0001;
     Conflict step(uint32_t index, uint8_t mask);
 
     AccessRecord& record_;

@@ -8,8 +8,11 @@ namespace jax_fa4::emulator {
 Operation start_operation(Warp& warp, Agent agent) {
   Operation operation;
   operation.stamp = {agent, warp.cta.cluster.tick(agent)};
-  operation.knows = std::make_shared<Knowledge>(warp.knows);
-  operation.knows->happened.raise(warp.agent, warp.time);
+  // Operations that a warp starts one after the other mostly share what they know.
+  warp.knows.happened.raise(warp.agent, warp.time);
+  if (warp.known_by_operations == nullptr || *warp.known_by_operations != warp.knows)
+    warp.known_by_operations = std::make_shared<const Knowledge>(warp.knows);
+  operation.knows = warp.known_by_operations;
   operation.tensor = warp.tensor_view.get();
   return operation;
 }

@@ -11,7 +11,7 @@ namespace jax_fa4::emulator {
 // both.
 struct Operation {
   Stamp stamp;
-  std::shared_ptr<Knowledge> knows;
+  std::shared_ptr<const Knowledge> knows;
   const TensorView* tensor = nullptr;  // of the warp
   Actor actor() const { return {stamp, knows.get(), true, tensor}; }
 };
@@ -24,9 +24,5 @@ Agent barrier_agent(const Warp& warp, Cta& cta, uint32_t offset);
 Agent warp_agent(Warp& warp, Agent& agent, const char* what);
 // What those who wait for the operation learn.
 Knowledge completion_of(const Operation& operation);
-
-inline std::string line_name(const char* what, const Instruction& i) {
-  return std::string(what) + " of PTX line " + std::to_string(i.line);
-}
 
 }  // namespace jax_fa4::emulator

@@ -27,6 +27,7 @@ class VectorClock {
     for (size_t i = 0; i < other.times_.size(); i++) times_[i] = std::max(times_[i], other.times_[i]);
   }
   void clear() { times_.clear(); }
+  bool operator==(const VectorClock&) const = default;
 
  private:
   std::vector<uint32_t> times_;
@@ -102,6 +103,7 @@ struct Knowledge {
     elsewhere = std::move(fenced_too);
   }
   void clear() { *this = {}; }
+  bool operator==(const Knowledge&) const = default;
 };
 
 // One access.

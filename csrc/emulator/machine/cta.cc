@@ -15,9 +15,6 @@ Cta::Cta(Cluster& owner, uint32_t cta_rank, Dim3 cta_index)
   if (owner.grid.options.architecture >= 100) tensor = std::make_unique<TensorMemory>(owner.grid.options.check_races);
 }
 
-Grid& Cta::grid() const { return cluster.grid; }
-Scheduler& Cta::scheduler() const { return cluster.scheduler; }
-
 void Cta::wake(const Wait& wait) {
   for (const auto& warp : warps)
     if (warp->waits_for(wait)) warp->wake(wait);
@@ -43,7 +40,7 @@ MemoryBarrier& Cta::mbarrier(uint32_t offset, const Warp& user) {
                   "fence.mbarrier_init");
 }
 
-void Cta::arrive(uint32_t offset, int64_t arrivals, int64_t bytes, const Knowledge& knows, const std::string& who) {
+void Cta::arrive(uint32_t offset, int64_t arrivals, int64_t bytes, const Knowledge& knows, const Arrival& who) {
   MemoryBarrier& barrier = mbarrier(offset);
   barrier.pending -= arrivals;
   barrier.bytes -= bytes;

@@ -25,17 +25,24 @@ struct Dim3 {
   uint64_t product() const { return uint64_t{x} * y * z; }
 };
 
+// Who arrived at an mbarrier: a warp, or an asynchronous operation; and the PTX line.
+struct Arrival {
+  const char* operation = nullptr;
+  const Warp* warp = nullptr;
+  uint32_t line = 0;
+};
+
 // An mbarrier object. A phase ends when neither arrivals nor bytes are pending.
 struct MemoryBarrier {
-  uint32_t expected = 0;     // arrivals a phase
-  int64_t pending = 0;       // arrivals left
-  int64_t bytes = 0;         // transaction count left; negative if bytes came before they were expected
-  uint64_t phase = 0;        // phases completed
-  Knowledge arrived;         // what those who arrived in this phase knew
-  Knowledge completed;       // of the phases that ended
-  std::string last_arrival;  // for reports
-  Agent channel = 0;         // of asynchronous work that completes here; 0: none yet
-  Stamp initialized;         // by whom, when
+  uint32_t expected = 0;  // arrivals a phase
+  int64_t pending = 0;    // arrivals left
+  int64_t bytes = 0;      // transaction count left; negative if bytes came before they were expected
+  uint64_t phase = 0;     // phases completed
+  Knowledge arrived;      // what those who arrived in this phase knew
+  Knowledge completed;    // of the phases that ended
+  Arrival last_arrival;   // for reports
+  Agent channel = 0;      // of asynchronous work that completes here; 0: none yet
+  Stamp initialized;      // by whom, when
 };
 
 // bar.sync and friends: ids 0..15.
@@ -75,7 +82,7 @@ class Cta {
   // The same, for a use by a warp of the cluster, which the initialisation must be ordered before.
   MemoryBarrier& mbarrier(uint32_t offset, const Warp& user);
   // Arrivals and bytes come off; ends the phase if due. `knows`: what the arriving agent knew.
-  void arrive(uint32_t offset, int64_t arrivals, int64_t bytes, const Knowledge& knows, const std::string& who);
+  void arrive(uint32_t offset, int64_t arrivals, int64_t bytes, const Knowledge& knows, const Arrival& who);
   void expect_bytes(uint32_t offset, int64_t bytes);
 
   // Records an access of shared memory and reports a conflict.
@@ -136,5 +143,8 @@ class Cluster {
   std::vector<std::string> agent_names_;
   std::vector<uint32_t> agent_times_;
 };
+
+inline Grid& Cta::grid() const { return cluster.grid; }
+inline Scheduler& Cta::scheduler() const { return cluster.scheduler; }
 
 }  // namespace jax_fa4::emulator

@@ -14,9 +14,7 @@ namespace {
 
 constexpr int64_t kMaxArrivals = (1 << 20) - 1;
 
-std::string who(const Warp& warp, const Instruction& i) {
-  return "warp " + std::to_string(warp.index) + " of " + cta_name(warp.cta) + " in PTX line " + std::to_string(i.line);
-}
+Arrival who(const Warp& warp, const Instruction& i) { return {nullptr, &warp, i.line}; }
 
 // One warp arrives; counts all its threads, as the hardware does. True if that ends the generation.
 bool arrive_at(Warp& warp, const Instruction& i, uint32_t id, NamedBarrier& barrier) {

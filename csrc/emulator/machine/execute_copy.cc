@@ -98,7 +98,7 @@ struct BarrierArrivals {
   uint64_t last_group;  // of cp.async, that must be complete first
   std::vector<SharedPlace> places;
   Knowledge knows;
-  std::string who;
+  Arrival who;
 };
 
 void arrive_after_copies(const std::shared_ptr<BarrierArrivals>& arrivals) {
@@ -119,7 +119,7 @@ EMULATOR_HANDLER(execute_copy_arrive) {
   auto arrivals = std::make_shared<BarrierArrivals>();
   arrivals->warp = &warp;
   arrivals->last_group = warp.copies.open_number();
-  arrivals->who = line_name("cp.async.mbarrier.arrive", i);
+  arrivals->who = {"cp.async.mbarrier.arrive", nullptr, i.line};
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
     const SharedPlace place = resolve_shared(warp, warp.address(i, lane), 8, "cp.async.mbarrier.arrive");
@@ -187,25 +187,41 @@ GlobalAccess bulk_read(const Warp& warp, const Instruction& i, const Operation& 
   return access;
 }
 
-// Joins an operation to the open bulk group of a lane; `read` runs when the source is read, `write` when all is done.
-void in_bulk_group(Warp& warp, int lane, const BulkOperation& bulk, std::function<void()> read,
+// The open bulk groups of lanes that share an operation.
+struct OpenGroups {
+  Warp& warp;
+  std::vector<std::pair<int, uint64_t>> numbers;  // lane and group
+
+  OpenGroups(Warp& issuer, uint32_t lanes, const BulkOperation& bulk) : warp(issuer) {
+    for (int lane = 0; lane < kLanes; lane++) {
+      if (((lanes >> lane) & 1) == 0) continue;
+      GroupQueue::Group& group = warp.bulk[lane].open();
+      group.unread++;
+      group.unfinished++;
+      group.last_time = bulk.read.stamp.time;
+      group.write_time = bulk.write.stamp.time;
+      numbers.emplace_back(lane, warp.bulk[lane].open_number());
+    }
+  }
+  void less(uint32_t GroupQueue::Group::* count) const {
+    for (const auto& [lane, number] : numbers)
+      if (GroupQueue::Group* group = warp.bulk[lane].find(number)) (group->*count)--;
+    warp.wake({Wait::Kind::bulk_group, 0});
+  }
+};
+
+// Joins an operation to the open bulk group of each lane; `read` runs when the source is read, `write` when all is
+// done.
+void in_bulk_group(Warp& warp, uint32_t lanes, const BulkOperation& bulk, std::function<void()> read,
                    std::function<void()> write) {
-  GroupQueue& queue = warp.bulk[lane];
-  queue.open().unread++;
-  queue.open().unfinished++;
-  queue.open().last_time = bulk.read.stamp.time;
-  queue.open().write_time = bulk.write.stamp.time;
-  const uint64_t number = queue.open_number();
-  Warp* issuer = &warp;
+  const auto groups = std::make_shared<const OpenGroups>(warp, lanes, bulk);
   Cluster* cluster = &warp.cta.cluster;
-  warp.cta.scheduler().later(*cluster, [=] {
+  warp.cta.scheduler().later(*cluster, [groups, cluster, read = std::move(read), write = std::move(write)]() mutable {
     read();
-    if (GroupQueue::Group* group = issuer->bulk[lane].find(number)) group->unread--;
-    issuer->wake({Wait::Kind::bulk_group, 0});
-    cluster->scheduler.later(*cluster, [=] {
+    groups->less(&GroupQueue::Group::unread);
+    cluster->scheduler.later(*cluster, [groups, write = std::move(write)] {
       write();
-      if (GroupQueue::Group* group = issuer->bulk[lane].find(number)) group->unfinished--;
-      issuer->wake({Wait::Kind::bulk_group, 0});
+      groups->less(&GroupQueue::Group::unfinished);
     });
   });
 }
@@ -269,7 +285,7 @@ EMULATOR_HANDLER(execute_bulk_copy) {
       counts.bulk_out += bytes;
       const auto data = staged(bytes);
       in_bulk_group(
-          warp, lane, bulk, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
+          warp, 1u << lane, bulk, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
           [=] { std::memcpy(target, data->data(), bytes); });
       continue;
     }
@@ -292,7 +308,7 @@ EMULATOR_HANDLER(execute_bulk_copy) {
       }
       cta->write_shared(named.offset, bytes, operation.actor(), "a bulk copy");
       (i.mode == 0 ? counts.bulk_in : counts.peer) += bytes;
-      const std::string who = line_name("the bulk copy", i);
+      const Arrival who{"the bulk copy", nullptr, i.line};
       warp.cta.scheduler().later(warp.cta.cluster, [=] {
         std::memcpy(cta->shared.data() + named.offset, source, bytes);
         counter->arrive(barrier.offset, 0, bytes, completion_of(operation), who);
@@ -324,7 +340,7 @@ EMULATOR_HANDLER(execute_bulk_reduce) {
       bulk.record(warp.cta, to, bytes, "a bulk reduction");
       counts.bulk_out += bytes;
       in_bulk_group(
-          warp, lane, bulk, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
+          warp, 1u << lane, bulk, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
           [=] {
             std::lock_guard lock(grid->atomics);
             reduce_elements(reduction, element, target, data->data(), bytes);
@@ -337,7 +353,7 @@ EMULATOR_HANDLER(execute_bulk_reduce) {
     source.cta->read_shared(source.offset, bytes, operation.actor(), "a bulk reduction");
     target.cta->atomic_shared(target.offset, bytes, operation.actor());
     counts.peer += bytes;
-    const std::string who = line_name("the bulk reduction", i);
+    const Arrival who{"the bulk reduction", nullptr, i.line};
     warp.cta.scheduler().later(warp.cta.cluster, [=] {
       reduce_elements(reduction, element, target.cta->shared.data() + target.offset,
                       source.cta->shared.data() + source.offset, bytes);
@@ -410,6 +426,7 @@ EMULATOR_HANDLER(execute_tensor_load) {
     const SharedPlace barrier = barrier_operand(warp, i.third, lane);
     check_box(box, i, named.offset);
     check_rows(warp, box, named.offset, false);
+    const auto kept = std::make_shared<const Box>(box);
     for (Cta* cta : destinations(warp, i, lane, named.cta)) {
       Cta* counter = barrier_cta(warp, i, cta, barrier.cta);
       const Operation operation = start_operation(warp, barrier_agent(warp, *counter, barrier.offset));
@@ -417,9 +434,9 @@ EMULATOR_HANDLER(execute_tensor_load) {
       // Whole boxes are contiguous, whatever the swizzle.
       cta->write_shared(named.offset, bytes, operation.actor(), "a tensor copy");
       warp.cta.scheduler().counts.tensor_copy_in += bytes;
-      const std::string who = line_name("the tensor copy", i);
+      const Arrival who{"the tensor copy", nullptr, i.line};
       warp.cta.scheduler().later(warp.cta.cluster, [=] {
-        copy_in(*cta, box, named.offset);
+        copy_in(*cta, *kept, named.offset);
         counter->arrive(barrier.offset, 0, bytes, completion_of(operation), who);
       });
     }
@@ -429,35 +446,37 @@ EMULATOR_HANDLER(execute_tensor_load) {
 
 namespace {
 
-// Whether a lane before this one copies the same box from the same place: a warp of which no thread was elected. It is
-// carried out once a lane, and counted once.
-bool repeats(const Warp& warp, const Instruction& i, uint32_t lanes, int lane) {
+// The lanes that copy the same box from the same place as this one: a warp of which no thread was elected.
+uint32_t same_copies(const Warp& warp, const Instruction& i, uint32_t lanes, int lane) {
   const Slot* list = warp.list(i);
-  for (int other = 0; other < lane; other++) {
-    if (((lanes >> other) & 1) == 0 || warp.address(i, other) != warp.address(i, lane) ||
-        warp.address(i.second, other) != warp.address(i.second, lane))
-      continue;
-    bool same = true;
-    for (uint32_t d = 0; d < i.list_count; d++)
-      same = same && warp.source(list[d])[other] == warp.source(list[d])[lane];
-    if (same) return true;
+  uint32_t same = 0;
+  for (int other = 0; other < kLanes; other++) {
+    bool is_same = ((lanes >> other) & 1) != 0 && warp.address(i, other) == warp.address(i, lane) &&
+                   warp.address(i.second, other) == warp.address(i.second, lane);
+    for (uint32_t d = 0; d < i.list_count && is_same; d++)
+      is_same = warp.source(list[d])[other] == warp.source(list[d])[lane];
+    same |= static_cast<uint32_t>(is_same) << other;
   }
-  return false;
+  return same;
 }
 
 }  // namespace
 
 // a: source; second: tensor map; list: coordinates; mode 1: reduce by `immediate`.
 EMULATOR_HANDLER(execute_tensor_store) {
+  const bool reduces = i.mode != 0;
   for (int lane = 0; lane < kLanes; lane++) {
     if (((lanes >> lane) & 1) == 0) continue;
+    // What lanes write alike is written once, by the first of them; each of them adds by itself. Either counts once.
+    const uint32_t same = same_copies(warp, i, lanes, lane);
+    const bool counts = std::countr_zero(same) == lane;
+    if (!counts && !reduces) continue;
     const Box box = box_of(warp, i, i.second, lane);
     const uint32_t bytes = box_bytes(box.map);
     const SharedPlace source = resolve_shared(warp, warp.address(i, lane), bytes, "a tensor copy");
     if (source.cta != &warp.cta)
       throw Fault(Status::illegal_address, "a tensor store reads shared memory of another CTA");
     check_box(box, i, source.offset);
-    const bool reduces = i.mode != 0, counts = !repeats(warp, i, lanes, lane);
     const Reduction reduction = static_cast<Reduction>(i.immediate);
     if (reduces) {
       const std::string problem = check_reduction(reduction, box.map.element);
@@ -471,17 +490,19 @@ EMULATOR_HANDLER(execute_tensor_store) {
     if (counts) warp.cta.scheduler().counts.tensor_copy_out += bytes;
     const auto data = staged(bytes);
     Grid* grid = &warp.cta.grid();
+    const auto kept = std::make_shared<const Box>(box);
     in_bulk_group(
-        warp, lane, bulk, [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
+        warp, reduces ? 1u << lane : same, bulk,
+        [=] { std::memcpy(data->data(), source.cta->shared.data() + source.offset, bytes); },
         [=] {
           std::unique_lock lock(grid->atomics, std::defer_lock);
           if (reduces) lock.lock();
-          walk_box(box.map, box.coordinates, source.offset, [&](const BoxRun& run) {
+          walk_box(kept->map, kept->coordinates, source.offset, [&](const BoxRun& run) {
             if (!run.in_bounds) return;
             const uint8_t* from = data->data() + (run.shared_address - source.offset);
             void* to = reinterpret_cast<void*>(run.global_address);
             if (reduces)
-              reduce_elements(reduction, box.map.element, to, from, run.bytes);
+              reduce_elements(reduction, kept->map.element, to, from, run.bytes);
             else
               std::memcpy(to, from, run.bytes);
           });
@@ -514,7 +535,7 @@ EMULATOR_HANDLER(execute_store_async) {
     else
       to.cta->atomic_shared(to.offset, bytes, operation.actor());
     warp.cta.scheduler().counts.peer += bytes;
-    const std::string who = line_name("st.async", i);
+    const Arrival who{"st.async", nullptr, i.line};
     const uint8_t mode = i.mode;
     const Element kind = element == 8 ? Element::u64 : is_signed(i.type) ? Element::s32 : Element::u32;
     warp.cta.scheduler().later(warp.cta.cluster, [=] {
@@ -556,7 +577,7 @@ EMULATOR_HANDLER(execute_cluster_launch) {
   for (Cta* cta : targets) {
     const Operation operation = start_operation(warp, barrier_agent(warp, *cta, barrier.offset));
     cta->write_shared(to.offset, 16, operation.actor(), "clusterlaunchcontrol");
-    const std::string who = line_name("clusterlaunchcontrol", i);
+    const Arrival who{"clusterlaunchcontrol", nullptr, i.line};
     const std::array<uint32_t, 4> words{answer[0], answer[1], answer[2], answer[3]};
     warp.cta.scheduler().later(warp.cta.cluster, [=] {
       std::memcpy(cta->shared.data() + to.offset, words.data(), 16);

@@ -393,11 +393,14 @@ EMULATOR_HANDLER(execute_tensor_commit) {
         targets.push_back(warp.cta.cluster.ctas[rank].get());
       }
     }
-    const Operation operation = start_operation(warp, warp_agent(warp, warp.pipe_agent, "tcgen05.mma"));
-    // It implies tcgen05.fence::before_thread_sync.
-    if (warp.tensor_view != nullptr) operation.knows->tensor_fenced.raise(warp.pipe_agent, operation.stamp.time);
+    Operation operation = start_operation(warp, warp_agent(warp, warp.pipe_agent, "tcgen05.mma"));
+    if (warp.tensor_view != nullptr) {  // it implies tcgen05.fence::before_thread_sync
+      auto fenced = std::make_shared<Knowledge>(*operation.knows);
+      fenced->tensor_fenced.raise(warp.pipe_agent, operation.stamp.time);
+      operation.knows = std::move(fenced);
+    }
     for (Cta* cta : targets) cta->mbarrier(place.offset, warp);
-    const std::string who = line_name("tcgen05.commit", i);
+    const Arrival who{"tcgen05.commit", nullptr, i.line};
     warp.pipe_due = warp.cta.scheduler().later(
         warp.cta.cluster,
         [=] {

@@ -10,15 +10,6 @@ constexpr uint64_t kWordBytes = 4;
 constexpr uint8_t kWholeWord = 0xf;
 constexpr uint32_t kIdsAtATime = 64;  // that a host thread takes for itself; divides a chunk
 
-// The accesses of 4 bytes that matter for later ones. `more` names a set of further ones that nothing orders.
-struct Word {
-  uint32_t writer = 0;
-  uint32_t reader = 0;
-  uint32_t more = 0;
-  uint8_t written_bytes = 0;
-  uint8_t read_bytes = 0;
-};
-
 bool writes(const GlobalAccess& access) { return access.kind != AccessKind::read; }
 
 bool same_thread_group(const GlobalAccess& a, const GlobalAccess& b) {
@@ -149,6 +140,7 @@ uint32_t GlobalRecord::View::id_of(const GlobalAccess& access) {
   last_id_ = next_id_++;
   record_.chunks_[last_id_ / kChunk].load()[last_id_ % kChunk] = access;
   ordered_ = joined_access_ = passed_set_ = 0;
+  met_ = left_ = {.writer = kNoWord};
   return last_id_;
 }
 
@@ -184,6 +176,17 @@ GlobalConflict GlobalRecord::View::record(const GlobalAccess& access, const Know
       if (at < address) mask &= static_cast<uint8_t>(kWholeWord << (address - at));
       if (at + kWordBytes > end) mask &= static_cast<uint8_t>(kWholeWord >> (at + kWordBytes - end));
       Word& word = page->words[at % kPageBytes / kWordBytes];
+      if (mask == kWholeWord && (word.is(left_) || word.is(met_))) {
+        // And those that follow, up to the last, which may not be whole.
+        for (Word* next = &word; at + kWordBytes <= page_end; at += kWordBytes, next++) {
+          if (next->is(left_)) continue;
+          if (!next->is(met_)) break;
+          *next = left_;
+        }
+        at -= kWordBytes;
+        continue;
+      }
+      const Word before = word;
       if (may_overlap && record_.earlier_->touched(at, !is_write)) {
         conflict = {is_write ? Conflict::Kind::write_after_write : Conflict::Kind::read_after_write, at, true, {}};
         break;
@@ -216,6 +219,10 @@ GlobalConflict GlobalRecord::View::record(const GlobalAccess& access, const Know
       (is_write ? word.written_bytes : word.read_bytes) = mask;
       if (is_write && !access.strong) {  // all others are before it
         word.reader = word.more = 0;
+      }
+      if (mask == kWholeWord && !may_overlap) {
+        met_ = before;
+        left_ = word;
       }
     }
     page->busy.clear(std::memory_order_release);

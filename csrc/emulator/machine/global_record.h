@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -51,6 +52,21 @@ class GlobalRecord {
   // A page covers 4 KiB.
   static constexpr uint64_t kPageBytes = 4096;
   struct Page;
+  // The accesses of 4 bytes that matter for later ones. `more` names a set of further ones that nothing orders.
+  struct Word {
+    uint32_t writer = 0;
+    uint32_t reader = 0;
+    uint32_t more = 0;
+    uint8_t written_bytes = 0;
+    uint8_t read_bytes = 0;
+    uint16_t unused = 0;
+    bool is(const Word& other) const {
+      uint64_t mine[2], others[2];
+      std::memcpy(mine, this, sizeof mine);
+      std::memcpy(others, &other, sizeof others);
+      return mine[0] == others[0] && mine[1] == others[1];
+    }
+  };
 
   // What one host thread remembers: the pages and the access that it used last, and comparisons that it need not make
   // again.
@@ -71,6 +87,9 @@ class GlobalRecord {
     GlobalAccess last_;
     uint32_t last_id_ = 0, next_id_ = 0, ids_left_ = 0;
     // Of the current access: those found to be ordered before it, and what became of a set.
+    // And what the last whole word was, and became: others are mostly the same.
+    static constexpr uint32_t kNoWord = ~0u;
+    Word met_{.writer = kNoWord}, left_{.writer = kNoWord};
     uint32_t ordered_ = 0, joined_set_ = 0, joined_access_ = 0, joined_ = 0, passed_set_ = 0;
   };
 

@@ -128,6 +128,13 @@ void report_global_conflict(const Grid& grid, const GlobalConflict& conflict, co
 
 namespace {
 
+std::string arrival_name(const Arrival& arrival) {
+  if (arrival.line == 0) return "none";
+  const std::string line = "PTX line " + std::to_string(arrival.line);
+  if (arrival.warp == nullptr) return std::string(arrival.operation) + " of " + line;
+  return "warp " + std::to_string(arrival.warp->index) + " of " + cta_name(arrival.warp->cta) + " in " + line;
+}
+
 std::string wait_text(const Warp& warp, const Group& group, const std::string& source) {
   const Instruction& i = warp.cta.grid().program.code[static_cast<size_t>(group.pc)];
   std::string text = "  " + cta_name(warp.cta) + " warp " + std::to_string(warp.index) + " lanes " + hex(group.lanes) +
@@ -140,8 +147,7 @@ std::string wait_text(const Warp& warp, const Group& group, const std::string& s
       const MemoryBarrier& b = found->second;
       text += ": phase " + std::to_string(b.phase) + " (parity " + std::to_string(b.phase & 1) + ") is open with " +
               std::to_string(b.pending) + " of " + std::to_string(b.expected) + " arrivals and " +
-              std::to_string(b.bytes) +
-              " bytes to come; last arrival: " + (b.last_arrival.empty() ? "none" : b.last_arrival);
+              std::to_string(b.bytes) + " bytes to come; last arrival: " + arrival_name(b.last_arrival);
     }
   } else if (group.wait.kind == Wait::Kind::barrier) {
     const NamedBarrier& b = warp.cta.barriers[group.wait.object & 15];

@@ -39,14 +39,8 @@ uint64_t Scheduler::later(Cluster& cluster, std::function<void()> work, uint64_t
   if (grid_.options.completion == Completion::lazy) due = kNever + random_.below(1024);
   due = std::max(due, not_before);
   cluster.pending_events++;
-  const Warp* issuer = running;
-  const Instruction* issued = instruction;
-  auto task = std::make_shared<std::function<void()>>([this, issuer, issued, work = std::move(work)] {
-    running = issuer;
-    instruction = issued;
-    work();
-  });
-  events_.push({due, events_made_++, &cluster, std::move(task)});
+  events_.push_back({due, events_made_++, &cluster, running, instruction, std::move(work)});
+  std::push_heap(events_.begin(), events_.end(), std::greater<>());
   return due;
 }
 
@@ -62,14 +56,17 @@ const GlobalMemory::Range& Scheduler::find_global(uint64_t address, uint64_t byt
 }
 
 void Scheduler::run_due(bool force) {
-  while (!events_.empty() && (force || events_.top().due <= now_)) {
-    const Event event = events_.top();
-    events_.pop();
+  while (!events_.empty() && (force || events_.front().due <= now_)) {
+    std::pop_heap(events_.begin(), events_.end(), std::greater<>());
+    const Event event = std::move(events_.back());
+    events_.pop_back();
     if (event.due < kNever) now_ = std::max(now_, event.due);
     event.cluster->pending_events--;
     counts.events++;
     progress();
-    (*event.work)();
+    running = event.issuer;
+    instruction = event.issued;
+    event.work();
     force = false;
   }
 }

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <queue>
 #include <vector>
 
 #include "cta.h"
@@ -48,7 +47,9 @@ class Scheduler {
     uint64_t due;
     uint64_t order;
     Cluster* cluster;
-    std::shared_ptr<std::function<void()>> work;
+    const Warp* issuer;
+    const Instruction* issued;
+    std::function<void()> work;
     bool operator>(const Event& other) const { return due != other.due ? due > other.due : order > other.order; }
   };
   bool admit();
@@ -64,7 +65,7 @@ class Scheduler {
   uint64_t events_made_ = 0;
   uint64_t seen_progress_ = 0;  // of the grid
   bool turn_progress_ = false;
-  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  std::vector<Event> events_;  // a heap, the next one first
   std::vector<std::unique_ptr<Cluster>> clusters_;
   std::vector<Warp*> runnable_;
   GlobalMemory::Range recent_[8];  // ranges found lately

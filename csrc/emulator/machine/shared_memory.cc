@@ -16,9 +16,8 @@ SharedMemory::SharedMemory(uint32_t bytes, bool track)
       bytes_((bytes + 15u) / 16u * 16u + 16u, 0xff),
       record_(AccessRecord::Memory::shared, track ? bytes_.size() / kWordBytes : 0) {}
 
-Conflict SharedMemory::Pass::touch(uint32_t offset, uint32_t bytes) {
+Conflict SharedMemory::Pass::touch_any(uint32_t offset, uint32_t bytes) {
   Conflict conflict;
-  if (!tracks_) return conflict;
   const uint32_t end = offset + bytes;
   for (uint32_t at = offset; at < end && conflict.kind == Conflict::Kind::none;) {
     const uint32_t word = at / kWordBytes;

@@ -23,9 +23,14 @@ class SharedMemory {
    public:
     Pass(SharedMemory& memory, const Actor& actor, bool writes)
         : tracks_(memory.track_), words_(memory.record_, actor, writes) {}
-    Conflict touch(uint32_t offset, uint32_t bytes);
+    Conflict touch(uint32_t offset, uint32_t bytes) {
+      if (!tracks_ || (bytes == 16 && offset % 4 == 0 && words_.touch_four_alike(offset / 4))) return {};
+      return touch_any(offset, bytes);
+    }
 
    private:
+    Conflict touch_any(uint32_t offset, uint32_t bytes);
+
     const bool tracks_;
     AccessRecord::Pass words_;
   };

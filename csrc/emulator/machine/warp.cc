@@ -13,6 +13,24 @@ namespace {
 // Registers start as a quiet NaN that is easy to recognise.
 constexpr uint32_t kPoison = 0x7fdeadbau;
 
+// Register files of warps that are gone, for those to come: memory that the host has mapped already.
+thread_local std::vector<std::vector<uint32_t>> spare_registers;
+constexpr size_t kMostSpare = 64;
+
+// Poison shows where registers that were never written matter. Where that is looked at anyway they may hold anything.
+std::vector<uint32_t> fresh_registers(size_t words, bool are_checked) {
+  std::vector<uint32_t> registers;
+  if (!spare_registers.empty()) {
+    registers = std::move(spare_registers.back());
+    spare_registers.pop_back();
+  }
+  if (are_checked)
+    registers.resize(words, kPoison);
+  else
+    registers.assign(words, kPoison);
+  return registers;
+}
+
 uint64_t preset_value(const Preset& preset, const Warp& warp, int lane) {
   using K = Preset::Kind;
   const Cta& cta = warp.cta;
@@ -135,12 +153,13 @@ Warp::Warp(Cta& owner, int warp_index, uint32_t lanes)
     : cta(owner), index(warp_index), initial_lanes(lanes), exited(~lanes) {
   const Grid& grid = owner.grid();
   const Program& program = grid.program;
-  registers_.assign(static_cast<size_t>(program.register_slots + 4) * kLanes, kPoison);
+  registers_ = fresh_registers(static_cast<size_t>(program.register_slots + 4) * kLanes, grid.options.check_registers);
   predicates_.assign(program.predicates + 1, 0);
   holds_.assign(program.register_slots + 4, 0);
   if (grid.options.check_tensor_fences) tensor_view = std::make_unique<TensorView>();
   if (grid.options.check_registers) written_ = std::make_unique<RegisterRecord>(program);
   constants_ = program.constants.data();
+  lists_ = program.lists.data();
   current = {0, lanes, {}};
   local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0xff);
   registers_per_thread = grid.launch_registers;
@@ -152,7 +171,9 @@ Warp::Warp(Cta& owner, int warp_index, uint32_t lanes)
     }
 }
 
-const Slot* Warp::list(const Instruction& i) const { return cta.grid().program.lists.data() + i.list; }
+Warp::~Warp() {
+  if (spare_registers.size() < kMostSpare) spare_registers.push_back(std::move(registers_));
+}
 
 void Warp::write(Slot slot, const uint32_t* value, int planes, uint32_t lanes) {
   for (int plane = 0; plane < planes; plane++) {

@@ -104,6 +104,7 @@ struct GroupQueue {
 class Warp {
  public:
   Warp(Cta& cta, int index, uint32_t lanes);
+  ~Warp();
 
   // Runs up to `budget` instructions; how many it ran. Stops when all lanes are blocked or gone.
   uint64_t run(uint64_t budget);
@@ -137,7 +138,7 @@ class Warp {
     uint32_t& p = predicates_[static_cast<size_t>(index)];
     p = (p & ~lanes) | (value & lanes);
   }
-  const Slot* list(const Instruction& i) const;
+  const Slot* list(const Instruction& i) const { return lists_ + i.list; }
   // The address of an instruction's memory operand in a lane, before any window is taken off.
   uint64_t address(const Instruction& i, int lane) const {
     const uint32_t* plane = source(i.a);
@@ -186,15 +187,16 @@ class Warp {
   bool yield = false;  // set by a handler: let others run
   Agent agent = 0;
   uint32_t time = 1;
-  mutable Knowledge knows;                  // a read of a loaded register completes the load
-  std::unique_ptr<TensorView> tensor_view;  // null: tcgen05.fence is not looked at
-  std::unique_ptr<FenceState> fences;       // null: none yet, and no relaxed read of a flag
-  int registers_per_thread = 0;             // setmaxnreg
-  bool registers_known = false;             // it was executed
-  uint32_t pair_allocations = 0;            // tcgen05.alloc.cta_group::2 that this warp completes with the other CTA
-  GroupQueue bulk[kLanes];                  // per thread
-  GroupQueue copies;                        // cp.async
-  GroupQueue matrix;                        // wgmma
+  mutable Knowledge knows;                               // a read of a loaded register completes the load
+  std::shared_ptr<const Knowledge> known_by_operations;  // what the last asynchronous operation took over of it
+  std::unique_ptr<TensorView> tensor_view;               // null: tcgen05.fence is not looked at
+  std::unique_ptr<FenceState> fences;                    // null: none yet, and no relaxed read of a flag
+  int registers_per_thread = 0;                          // setmaxnreg
+  bool registers_known = false;                          // it was executed
+  uint32_t pair_allocations = 0;  // tcgen05.alloc.cta_group::2 that this warp completes with the other CTA
+  GroupQueue bulk[kLanes];        // per thread
+  GroupQueue copies;              // cp.async
+  GroupQueue matrix;              // wgmma
   // Who carries them out; 0: none yet. Bulk copies have one that reads shared memory and one that writes global memory.
   Agent bulk_agent = 0, bulk_write_agent = 0, copy_agent = 0, matrix_agent = 0, tensor_agent = 0, load_agent = 0;
   uint32_t load_time = 0;    // of the last tcgen05.ld
@@ -231,6 +233,7 @@ class Warp {
   bool fenced_registers_ = false;            // a wgmma.fence was executed
   std::unique_ptr<RegisterRecord> written_;  // null: not looked at
   const uint32_t* constants_;
+  const Slot* lists_;
   bool blocked_ = false;
 };
 

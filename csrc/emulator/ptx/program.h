@@ -53,9 +53,39 @@ enum class Type : uint8_t {
   f32x2,
   f64
 };
-int type_bits(Type type);
-bool is_signed(Type type);
-bool is_float(Type type);
+constexpr int type_bits(Type type) {
+  switch (type) {
+    case Type::none:
+      return 0;
+    case Type::pred:
+      return 1;
+    case Type::b8:
+    case Type::u8:
+    case Type::s8:
+      return 8;
+    case Type::b16:
+    case Type::u16:
+    case Type::s16:
+    case Type::f16:
+    case Type::bf16:
+      return 16;
+    case Type::b64:
+    case Type::u64:
+    case Type::s64:
+    case Type::f64:
+    case Type::f32x2:
+      return 64;
+    case Type::b128:
+      return 128;
+    default:
+      return 32;
+  }
+}
+
+constexpr bool is_signed(Type type) {
+  return type == Type::s8 || type == Type::s16 || type == Type::s32 || type == Type::s64;
+}
+constexpr bool is_float(Type type) { return type >= Type::f16; }
 
 // Where an operand lives: a register slot (>= 0) or a constant of the program (~index).
 using Slot = int32_t;

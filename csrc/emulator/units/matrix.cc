@@ -7,6 +7,11 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define EMULATOR_HAS_AVX2 1
+#endif
+
 namespace jax_fa4::emulator {
 namespace {
 
@@ -180,17 +185,9 @@ Target target_of(const SharedOperand& operand, size_t pitch, bool transposed) {
 template <class Place>
 EMULATOR_INLINE void each_piece(const SharedOperand& operand, const uint8_t* shared, uint32_t per_piece,
                                 Place&& place) {
-  const detail::PieceLayout layout = detail::piece_layout(operand);
-  const bool k_major = operand.major == Major::k;
-  const uint32_t contiguous = static_cast<uint32_t>(k_major ? operand.depth : operand.rows);
-  const uint32_t other = static_cast<uint32_t>(k_major ? operand.rows : operand.depth);
-  const Swizzle swizzle = operand.descriptor.swizzle;
-  const uint32_t first_outer = static_cast<uint32_t>(k_major ? operand.first_row : 0);
-  const uint32_t first_piece = static_cast<uint32_t>(k_major ? 0 : operand.first_row) / per_piece;
-  for (uint32_t outer = 0; outer < other; outer++)
-    for (uint32_t inner = 0; inner * per_piece < contiguous; inner++)
-      place(shared + swizzle_address(layout.offset(first_piece + inner, first_outer + outer), swizzle),
-            size_t{inner} * per_piece, size_t{outer});
+  detail::walk_pieces(operand, [&](uint32_t address, uint32_t piece, uint32_t outer) {
+    place(shared + address, size_t{piece} * per_piece, size_t{outer});
+  });
 }
 
 template <Format kFormat>
@@ -210,8 +207,58 @@ EMULATOR_INLINE void gather_as(const SharedOperand& operand, const uint8_t* shar
   });
 }
 
-EMULATOR_CLONES void gather(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out,
-                            const Target& target) {
+#ifdef EMULATOR_HAS_AVX2
+
+// Eight pieces of eight 16-bit elements, widened: element i of piece j to out[i * pitch + j].
+__attribute__((target("avx2,f16c"))) void transpose_pieces(const uint8_t* const pieces[8], Format format, bool negate,
+                                                           float* out, size_t pitch) {
+  __m128i rows[8], pairs[8], quads[8];
+  for (int j = 0; j < 8; j++) rows[j] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pieces[j]));
+  for (int j = 0; j < 4; j++) {
+    pairs[2 * j] = _mm_unpacklo_epi16(rows[2 * j], rows[2 * j + 1]);
+    pairs[2 * j + 1] = _mm_unpackhi_epi16(rows[2 * j], rows[2 * j + 1]);
+  }
+  for (int j = 0; j < 2; j++)
+    for (int half = 0; half < 2; half++) {
+      quads[4 * j + 2 * half] = _mm_unpacklo_epi32(pairs[4 * j + half], pairs[4 * j + half + 2]);
+      quads[4 * j + 2 * half + 1] = _mm_unpackhi_epi32(pairs[4 * j + half], pairs[4 * j + half + 2]);
+    }
+  const __m128i signs = _mm_set1_epi16(negate ? INT16_MIN : 0);
+  for (int i = 0; i < 8; i++) {
+    const __m128i low = quads[i / 2], high = quads[i / 2 + 4];
+    const __m128i element =
+        _mm_xor_si128(i % 2 == 0 ? _mm_unpacklo_epi64(low, high) : _mm_unpackhi_epi64(low, high), signs);
+    const __m256 wide = format == Format::bf16
+                            ? _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(element), 16))
+                            : _mm256_cvtph_ps(element);
+    _mm256_storeu_ps(out + static_cast<size_t>(i) * pitch, wide);
+  }
+}
+
+// Pieces that go to columns of the output, eight at a time.
+bool gather_by_blocks(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out,
+                      const Target& target) {
+  const int other = operand.major == Major::k ? operand.rows : operand.depth;
+  if ((operand.format != Format::bf16 && operand.format != Format::f16) || target.other_step != 1 || other % 8 != 0)
+    return false;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return false;
+  constexpr int kMostInner = 32;  // pieces along the contiguous dimension: 256 elements
+  const uint8_t* pieces[kMostInner][8];
+  each_piece(operand, shared, 8, [&](const uint8_t* piece, size_t first, size_t outer) {
+    pieces[first / 8][outer % 8] = piece;
+    if (outer % 8 == 7)
+      transpose_pieces(pieces[first / 8], operand.format, negate, out + first * target.contiguous_step + outer - 7,
+                       target.contiguous_step);
+  });
+  return true;
+}
+
+#else
+bool gather_by_blocks(const SharedOperand&, const uint8_t*, bool, float*, const Target&) { return false; }
+#endif
+
+EMULATOR_CLONES void gather_any(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out,
+                                const Target& target) {
   switch (operand.format) {
     case Format::f16:
       return gather_as<Format::f16>(operand, shared, negate, out, target);
@@ -226,6 +273,10 @@ EMULATOR_CLONES void gather(const SharedOperand& operand, const uint8_t* shared,
     default:
       return gather_as<Format::f32>(operand, shared, negate, out, target);
   }
+}
+
+void gather(const SharedOperand& operand, const uint8_t* shared, bool negate, float* out, const Target& target) {
+  if (!gather_by_blocks(operand, shared, negate, out, target)) gather_any(operand, shared, negate, out, target);
 }
 
 }  // namespace
@@ -459,7 +510,11 @@ void unpack_words(Format format, const uint32_t* words, int count, float* out) {
       for (int i = 0; i < count; i++) out[i] = to_f32(format, words[i]);
       return;
     case 2:
-      for (int i = 0; i < 2 * count; i++) out[i] = to_f32(format, words[i / 2] >> (16 * (i % 2)));
+      for (int i = 0; i < count; i++) {
+        const uint32_t low = words[i] & 0xffff, high = words[i] >> 16;
+        out[2 * i] = format == Format::bf16 ? bf16_to_f32(low) : f16_to_f32(low);
+        out[2 * i + 1] = format == Format::bf16 ? bf16_to_f32(high) : f16_to_f32(high);
+      }
       return;
     default:
       for (int i = 0; i < 4 * count; i++) out[i] = to_f32(format, words[i / 4] >> (8 * (i % 4)));
@@ -508,6 +563,34 @@ struct Segment {
 };
 Segment segment_of(int pair) { return {8 * (pair % 2), 8 * (pair / 2)}; }
 
+// Eight columns of a row from the even and odd columns of four lanes, and back.
+#ifdef EMULATOR_HAS_AVX2
+void interleave(const uint32_t* even, const uint32_t* odd, float* to) {
+  const __m128 low = _mm_loadu_ps(reinterpret_cast<const float*>(even));
+  const __m128 high = _mm_loadu_ps(reinterpret_cast<const float*>(odd));
+  _mm_storeu_ps(to, _mm_unpacklo_ps(low, high));
+  _mm_storeu_ps(to + 4, _mm_unpackhi_ps(low, high));
+}
+void separate(const float* from, uint32_t* even, uint32_t* odd) {
+  const __m128 low = _mm_loadu_ps(from), high = _mm_loadu_ps(from + 4);
+  _mm_storeu_ps(reinterpret_cast<float*>(even), _mm_shuffle_ps(low, high, 0x88));
+  _mm_storeu_ps(reinterpret_cast<float*>(odd), _mm_shuffle_ps(low, high, 0xdd));
+}
+#else
+void interleave(const uint32_t* even, const uint32_t* odd, float* to) {
+  for (int i = 0; i < 4; i++) {
+    to[2 * i] = float_of(even[i]);
+    to[2 * i + 1] = float_of(odd[i]);
+  }
+}
+void separate(const float* from, uint32_t* even, uint32_t* odd) {
+  for (int i = 0; i < 4; i++) {
+    even[i] = bits_of(from[2 * i]);
+    odd[i] = bits_of(from[2 * i + 1]);
+  }
+}
+#endif
+
 void read_fragments(const WgmmaProduct& product, const uint32_t* const* registers, float* sums) {
   for (int pair = 0; pair < product.n / 4; pair++) {
     const Segment segment = segment_of(pair);
@@ -515,10 +598,13 @@ void read_fragments(const WgmmaProduct& product, const uint32_t* const* register
     const uint32_t* odd = registers[product.accumulate_f16 ? pair : 2 * pair + 1];
     for (int row = 0; row < 8; row++) {
       float* to = sums + (segment.first_row + row) * product.n + segment.first_column;
+      if (!product.accumulate_f16) {
+        interleave(even + 4 * row, odd + 4 * row, to);
+        continue;
+      }
       for (int i = 0; i < 4; i++) {
-        const uint32_t low = even[4 * row + i], high = odd[4 * row + i];
-        to[2 * i] = product.accumulate_f16 ? f16_to_f32(low & 0xffff) : float_of(low);
-        to[2 * i + 1] = product.accumulate_f16 ? f16_to_f32(high >> 16) : float_of(high);
+        to[2 * i] = f16_to_f32(even[4 * row + i] & 0xffff);
+        to[2 * i + 1] = f16_to_f32(odd[4 * row + i] >> 16);
       }
     }
   }
@@ -529,14 +615,12 @@ void write_fragments(const WgmmaProduct& product, const float* sums, uint32_t* c
     const Segment segment = segment_of(pair);
     for (int row = 0; row < 8; row++) {
       const float* from = sums + (segment.first_row + row) * product.n + segment.first_column;
-      for (int i = 0; i < 4; i++) {
-        if (product.accumulate_f16) {
-          registers[pair][4 * row + i] = pack2_from_f32(Format::f16, from[2 * i + 1], from[2 * i]);
-        } else {
-          registers[2 * pair][4 * row + i] = bits_of(from[2 * i]);
-          registers[2 * pair + 1][4 * row + i] = bits_of(from[2 * i + 1]);
-        }
+      if (!product.accumulate_f16) {
+        separate(from, registers[2 * pair] + 4 * row, registers[2 * pair + 1] + 4 * row);
+        continue;
       }
+      for (int i = 0; i < 4; i++)
+        registers[pair][4 * row + i] = pack2_from_f32(Format::f16, from[2 * i + 1], from[2 * i]);
     }
   }
 }

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "formats.h"
+#include "lanes.h"
 #include "tma.h"
 
 namespace jax_fa4::emulator {
@@ -183,6 +184,27 @@ void multiply_rows_pitched(float* const* d, int rows, int n, int k, const float*
 namespace detail {
 int format_bytes(Format format);
 
+inline constexpr uint32_t kAddressMask = 0x3ffff;  // of addresses in descriptors
+
+// The swizzles of operands: address ^ ((address >> shift) & mask).
+struct SwizzleBits {
+  uint32_t shift, mask;
+};
+inline SwizzleBits swizzle_bits(Swizzle swizzle) {
+  switch (swizzle) {
+    case Swizzle::bytes32:
+      return {3, 0x10};
+    case Swizzle::bytes64:
+      return {3, 0x30};
+    case Swizzle::bytes128:
+      return {3, 0x70};
+    case Swizzle::bytes128_atom32:
+      return {2, 0x60};
+    default:
+      return {0, 0};
+  }
+}
+
 // Where the 16-byte pieces of an operand lie before swizzling. `inner` counts pieces along the contiguous dimension,
 // `outer` elements along the other one: inner pieces lie 16 bytes apart inside a group, outer ones `pitch` apart inside
 // an atom.
@@ -194,24 +216,44 @@ struct PieceLayout {
     const uint32_t in_group = inner & ((1u << inner_shift) - 1), in_atom = outer & ((1u << outer_shift) - 1);
     return (start + in_group * 16 + (inner >> inner_shift) * group_step + in_atom * pitch +
             (outer >> outer_shift) * atom_step) &
-           0x3ffff;
+           kAddressMask;
   }
 };
 PieceLayout piece_layout(const SharedOperand& operand);
 }  // namespace detail
 
+namespace detail {
+
+// Calls visit(shared address, index of the piece along the contiguous dimension, index along the other one).
+template <class Visit>
+EMULATOR_INLINE void walk_pieces(const SharedOperand& operand, Visit&& visit) {
+  constexpr uint32_t kMostPieces = 64;  // 256 elements of 4 bytes
+  const PieceLayout layout = piece_layout(operand);
+  const bool k_major = operand.major == Major::k;
+  const uint32_t contiguous = static_cast<uint32_t>(k_major ? operand.depth : operand.rows);
+  const uint32_t other = static_cast<uint32_t>(k_major ? operand.rows : operand.depth);
+  const uint32_t bytes = static_cast<uint32_t>(format_bytes(operand.format));
+  const uint32_t pieces = contiguous * bytes / 16;
+  const uint32_t first_outer = k_major ? static_cast<uint32_t>(operand.first_row) : 0;
+  const uint32_t first_piece = k_major ? 0 : static_cast<uint32_t>(operand.first_row) * bytes / 16;
+  const uint32_t start = layout.offset(0, 0);
+  uint32_t inner[kMostPieces];
+  for (uint32_t piece = 0; piece < pieces; piece++) inner[piece] = layout.offset(first_piece + piece, 0) - start;
+  const SwizzleBits swizzle = swizzle_bits(operand.descriptor.swizzle);
+  for (uint32_t outer = 0; outer < other; outer++) {
+    const uint32_t row = layout.offset(0, first_outer + outer);
+    for (uint32_t piece = 0; piece < pieces; piece++) {
+      const uint32_t address = (row + inner[piece]) & kAddressMask;
+      visit(address ^ ((address >> swizzle.shift) & swizzle.mask), piece, outer);
+    }
+  }
+}
+
+}  // namespace detail
+
 template <class Visit>
 void walk_operand(const SharedOperand& operand, Visit&& visit) {
-  const detail::PieceLayout layout = detail::piece_layout(operand);
-  const bool k_major = operand.major == Major::k;
-  const int contiguous = k_major ? operand.depth : operand.rows, other = k_major ? operand.rows : operand.depth;
-  const int bytes = detail::format_bytes(operand.format);
-  const uint32_t pieces = static_cast<uint32_t>(contiguous * bytes) / 16;
-  const uint32_t first_outer = static_cast<uint32_t>(k_major ? operand.first_row : 0);
-  const uint32_t first_piece = static_cast<uint32_t>(k_major ? 0 : operand.first_row * bytes) / 16;
-  for (uint32_t outer = 0; outer < static_cast<uint32_t>(other); outer++)
-    for (uint32_t inner = 0; inner < pieces; inner++)
-      visit(swizzle_address(layout.offset(first_piece + inner, first_outer + outer), operand.descriptor.swizzle));
+  detail::walk_pieces(operand, [&](uint32_t address, uint32_t, uint32_t) { visit(address); });
 }
 
 }  // namespace jax_fa4::emulator

@@ -38,11 +38,16 @@ void portable_rows(const Product& product, int first_row, int rows, int first_co
 
 #ifdef EMULATOR_HAS_AVX2
 
-constexpr int kRows = 4;  // with 16 columns: 8 sums, 2 vectors of B and a factor fit in 16 registers
-constexpr int kColumns = 16;
+// Sums of some rows and columns stay in registers over k. With 16 registers four rows of two vectors, with 32 eight.
+struct Avx2 {
+  static constexpr int kRows = 4, kColumns = 16;
+};
+struct Avx512 {
+  static constexpr int kRows = 8, kColumns = 32;
+};
 
-// Sums of four rows and sixteen columns stay in registers over k.
-__attribute__((target("avx2,fma"))) void tile(const Product& product, int row, int column) {
+__attribute__((target("avx2,fma"))) void tile(Avx2, const Product& product, int row, int column) {
+  constexpr int kRows = Avx2::kRows;
   __m256 sums[kRows][2];
   for (int r = 0; r < kRows; r++)
     for (int half = 0; half < 2; half++)
@@ -62,24 +67,59 @@ __attribute__((target("avx2,fma"))) void tile(const Product& product, int row, i
     for (int half = 0; half < 2; half++) _mm256_storeu_ps(product.d[row + r] + column + 8 * half, sums[r][half]);
 }
 
-bool all_present(const Product& product, int row) {
+__attribute__((target("avx512f"))) void tile(Avx512, const Product& product, int row, int column) {
+  constexpr int kRows = Avx512::kRows;
+  __m512 sums[kRows][2];
   for (int r = 0; r < kRows; r++)
+    for (int half = 0; half < 2; half++)
+      sums[r][half] =
+          product.accumulate ? _mm512_loadu_ps(product.d[row + r] + column + 16 * half) : _mm512_setzero_ps();
+  const float* a = product.a + static_cast<size_t>(row) * product.k;
+  const float* b = product.b + column;
+  for (int depth = 0; depth < product.k; depth++, b += product.b_pitch) {
+    const __m512 low = _mm512_loadu_ps(b), high = _mm512_loadu_ps(b + 16);
+    for (int r = 0; r < kRows; r++) {
+      const __m512 factor = _mm512_set1_ps(a[static_cast<size_t>(r) * product.k + depth]);
+      sums[r][0] = _mm512_fmadd_ps(factor, low, sums[r][0]);
+      sums[r][1] = _mm512_fmadd_ps(factor, high, sums[r][1]);
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int half = 0; half < 2; half++) _mm512_storeu_ps(product.d[row + r] + column + 16 * half, sums[r][half]);
+}
+
+bool all_present(const Product& product, int row, int rows) {
+  for (int r = 0; r < rows; r++)
     if (product.d[row + r] == nullptr) return false;
   return true;
 }
 
-void fast_rows(const Product& product, int rows) {
-  const int whole = product.n - product.n % kColumns;
-  int row = 0;
-  for (; row + kRows <= rows; row += kRows) {
-    if (!all_present(product, row)) {
-      portable_rows(product, row, kRows, 0);
+// From a column that is a multiple of the vectors' columns; what does not fill them is left to the next narrower way.
+void avx2_rows(const Product& product, int row, int rows, int first_column) {
+  const int whole = product.n - (product.n - first_column) % Avx2::kColumns, end = row + rows;
+  for (; row + Avx2::kRows <= end; row += Avx2::kRows) {
+    if (!all_present(product, row, Avx2::kRows)) {
+      portable_rows(product, row, Avx2::kRows, first_column);
       continue;
     }
-    for (int column = 0; column < whole; column += kColumns) tile(product, row, column);
-    portable_rows(product, row, kRows, whole);
+    for (int column = first_column; column < whole; column += Avx2::kColumns) tile(Avx2{}, product, row, column);
+    portable_rows(product, row, Avx2::kRows, whole);
   }
-  portable_rows(product, row, rows - row, 0);
+  portable_rows(product, row, end - row, first_column);
+}
+
+void avx512_rows(const Product& product, int rows) {
+  const int whole = product.n - product.n % Avx512::kColumns;
+  int row = 0;
+  for (; row + Avx512::kRows <= rows; row += Avx512::kRows) {
+    if (!all_present(product, row, Avx512::kRows)) {
+      avx2_rows(product, row, Avx512::kRows, 0);
+      continue;
+    }
+    for (int column = 0; column < whole; column += Avx512::kColumns) tile(Avx512{}, product, row, column);
+    avx2_rows(product, row, Avx512::kRows, whole);
+  }
+  avx2_rows(product, row, rows - row, 0);
 }
 
 #endif
@@ -90,7 +130,8 @@ void multiply_rows_pitched(float* const* d, int rows, int n, int k, const float*
                            bool accumulate) {
   const Product product{d, n, k, a, b, b_pitch, accumulate};
 #ifdef EMULATOR_HAS_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return fast_rows(product, rows);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    return __builtin_cpu_supports("avx512f") ? avx512_rows(product, rows) : avx2_rows(product, 0, rows, 0);
 #endif
   portable_rows(product, 0, rows, 0);
 }

@@ -104,7 +104,8 @@ void walk_box_rows(const TensorMap& map, const int32_t* coordinates, uint32_t sh
   const uint32_t size = static_cast<uint32_t>(map.stride[0]);
   const detail::InnerRange inner = detail::inner_range(map, coordinates[0]);
   const uint64_t inner_offset = static_cast<uint64_t>(coordinates[0] + int64_t{inner.first}) * size;
-  uint32_t index[5] = {0, 0, 0, 0, 0};
+  uint32_t index[5] = {0, 0, 0, 0, 0}, counts[5];
+  for (int d = 0; d < map.rank; d++) counts[d] = box_count(map, d);
   uint32_t linear = shared_address;
   for (;;) {
     bool inside = inner.first < inner.last;
@@ -117,7 +118,7 @@ void walk_box_rows(const TensorMap& map, const int32_t* coordinates, uint32_t sh
     visit(BoxRow{address, inside ? (inner.last - inner.first) * size : 0, linear});
     linear += map.box[0] * size;
     int d = 1;
-    while (d < map.rank && ++index[d] == box_count(map, d)) index[d++] = 0;
+    while (d < map.rank && ++index[d] == counts[d]) index[d++] = 0;
     if (d >= map.rank) return;
   }
 }
