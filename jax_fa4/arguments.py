@@ -98,8 +98,11 @@ def read_call(
     return_residual: Any = False,
     deterministic: Any = False,
     key_splits: Any = None,
+    devices: int = 1,
 ) -> Call:
     """Check the arguments of `jax_fa4.attention` and put them into canonical form.
+
+    `devices` share the sequence: lengths count tokens of the whole, of which query, key and value are one share.
 
     Returns:
       The problem, its operands with one batch dimension, and the leading dimensions that were folded into it.
@@ -114,8 +117,10 @@ def read_call(
     wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     known_scale, traced_scale = _read_scale(scale, sizes.head_dim, wide)
     query_ids, key_ids = _read_segment_ids(segment_ids, sizes)
-    query_lengths = _read_lengths("query_seq_lengths", query_seq_lengths, sizes.leading, sizes.query_length)
-    key_lengths = _read_lengths("key_value_seq_lengths", key_value_seq_lengths, sizes.leading, sizes.key_length)
+    query_lengths = _read_lengths("query_seq_lengths", query_seq_lengths, sizes.leading, devices * sizes.query_length)
+    key_lengths = _read_lengths(
+        "key_value_seq_lengths", key_value_seq_lengths, sizes.leading, devices * sizes.key_length
+    )
     vectors = {
         "query_ids": query_ids,
         "key_ids": key_ids,

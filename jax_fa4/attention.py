@@ -11,7 +11,8 @@ import numpy as np
 
 from jax_fa4 import arguments, autodiff, dispatch, partitioning, segments
 from jax_fa4.dispatch import DifferentiableOnce, Explanation, Implementation, Target
-from jax_fa4.ring import LAYOUTS, Ring, chunks_of
+from jax_fa4.ring import Ring
+from jax_fa4.ring_steps import LAYOUTS, chunks_of
 
 
 def attention(
@@ -125,11 +126,15 @@ def ring_attention(
     query: Any,
     key: Any,
     value: Any,
+    bias: Any = None,
+    mask: Any = None,
     *,
     axis_name: str | tuple[str, ...],
     layout: str = "contiguous",
     scale: Any = None,
     is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     segment_ids: Any = None,
     logits_soft_cap: float | None = None,
@@ -148,12 +153,18 @@ def ring_attention(
       query: (..., T, N, D), this device's share of the queries; all shares are of one length.
       key: (..., S, K, D), this device's share of the keys.
       value: (..., S, K, Dv), this device's share of the values.
+      bias: refused, as every key that travels would need its column; `attention` takes it.
+      mask: refused likewise.
       axis_name: the mesh axis, or axes, along which the sequence is split.
       layout: which part of the sequence a device holds. "contiguous": device d of P has part d of P. "zigzag": of 2 P
         parts it has d and 2 P - 1 - d, one after the other; under a causal mask all devices then have the same work.
         `zigzag_order` gives the order of tokens.
       scale: as for `attention`.
       is_causal: as for `attention`, by places in the whole sequence.
+      query_seq_lengths: (...) integers, the same on every device: query rows of the whole sequence at or past their
+        length see nothing.
+      key_value_seq_lengths: (...) integers, the same on every device: keys of the whole sequence at or past their
+        length are unseen.
       local_window_size: as for `attention`, by places in the whole sequence; steps that no window reaches are left out.
       segment_ids: the ids of this device's share, (..., T), or a pair of (..., T) and (..., S).
       logits_soft_cap: as for `attention`.
@@ -169,25 +180,35 @@ def ring_attention(
       TypeError: as `attention`.
       ValueError: as `attention`; or `axis_name` names no axis of a `jax.shard_map` around the call, or `layout` does
         not fit.
-      NotImplementedError: as `attention`.
+      NotImplementedError: as `attention`; or there is a bias or a mask.
 
     Source: Liu et al. 2023 (ring attention), Zhu 2024 (zigzag).
     """
     names = dispatch.read_names(implementation)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     devices = _ring_size(axes)
+    for name, given in (("bias", bias), ("mask", mask)):
+        if given is not None:
+            raise NotImplementedError(
+                f"{name} has a column for every key, and keys travel along {', '.join(axes)}. Call attention under "
+                f"jax.jit with a sharded sequence, which gathers keys for a {name}; lengths, windows and segment_ids "
+                "are masks that travel."
+            )
     call = arguments.read_call(
         query,
         key,
         value,
         scale=scale,
         is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
         segment_ids=segment_ids,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
         return_residual=return_residual,
         deterministic=deterministic,
+        devices=devices,
     )
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}. One of {', '.join(map(repr, LAYOUTS))} is accepted.")

@@ -35,7 +35,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_fa4 import dispatch
 from jax_fa4.dispatch import DifferentiableOnce, Target
 from jax_fa4.problem import NO_CONSTANTS, AttentionOperands, AttentionProblem
-from jax_fa4.ring import Ring, chunks_of, from_zigzag, plan_steps, slowest_work, to_zigzag
+from jax_fa4.ring import Ring, from_zigzag, to_zigzag
+from jax_fa4.ring_steps import chunks_of, plan_steps, slowest_work
 
 Array = Any
 Axes = tuple[str, ...]
@@ -363,7 +364,7 @@ def _layout(problem: AttentionProblem, devices: int) -> str:
 
     def work(layout: str, sizes: tuple[int, int]) -> int:
         chunks = chunks_of(layout, devices)
-        return slowest_work(plan_steps(problem.mask, chunks, chunks, sizes), devices)
+        return slowest_work(plan_steps(problem.mask, chunks, chunks, sizes))
 
     zigzag = work("zigzag", (lengths[0] // 2, lengths[1] // 2))
     return "zigzag" if zigzag < ZIGZAG_GAIN * work("contiguous", lengths) else "contiguous"
@@ -442,6 +443,16 @@ class _Share:
         return gradient.astype(operand.dtype)
 
 
+# Traced once for all layers of a model: the compiler asks for each of them.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _compute(
+    direction: str, static: _Static, split: Split, shapes: tuple[tuple[int, ...], ...], *arrays: Array
+) -> tuple[Array, ...]:
+    """What one device computes in a pass, from its shares of arrays of these shapes."""
+    share = _Share(static, split, shapes)
+    return share.forward(*arrays) if direction == "forward" else share.backward(*arrays)
+
+
 def _partition(direction: str) -> Callable[..., Any]:
     """The compiler's question, once shardings are known: what each device computes, and how operands must lie."""
 
@@ -455,16 +466,14 @@ def _partition(direction: str) -> Callable[..., Any]:
         else:
             specs = {name: x.sharding.spec for name, x in zip(static.names, arguments, strict=True)}
         split = choose_split(static.implementation, static.problem, static.target, dict(mesh.shape), specs)
-        share = _Share(static, split, shapes)
 
         def place(name: str, shape: Sequence[int]) -> NamedSharding:
             axes = split.axes(name, shape, static.problem)
             return NamedSharding(mesh, PartitionSpec(*(one or None for one in axes)))
 
-        run = share.forward if direction == "forward" else share.backward
         return (
             mesh,
-            run,
+            functools.partial(_compute, direction, static, split, tuple(shapes)),
             tuple(place(name, x.shape) for name, x in zip(static.results, results, strict=True)),
             tuple(place(name, shape) for name, shape in zip(static.names, shapes, strict=True)),
         )

@@ -7,12 +7,8 @@
 In step s a device holds the keys of the device s places before it. It attends to them while the next keys are on their
 way, and merges what it gets by log-sum-exp, which is exact. The backward pass goes the other way round, and the
 gradients of keys and values travel with them, one step behind: those of the step before arrive while this step's are
-computed. What a device holds is linear in its own share of the sequence.
-
-Each device's share consists of one chunk of the sequence ("contiguous") or of two ("zigzag": one from the front, one
-from the back, so that all devices have the same work under a causal mask). Which chunk of queries sees which chunk of
-keys, and through what mask, is known when the call is traced: chunk a of queries and chunk b of keys are a problem of
-their own, whose diagonal lies elsewhere. Steps in which no device sees anything are left out, their transfers too.
+computed. What a device holds is linear in its own share of the sequence. What it computes in which step is planned in
+`ring_steps.py`.
 
 Source: Liu et al. 2023 (ring attention); Zhu 2024 (zigzag); Dao et al. 2022 (merging by log-sum-exp).
 """
@@ -24,124 +20,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_fa4.dispatch import DifferentiableOnce, Target
 from jax_fa4.problem import NO_CONSTANTS, NO_GRIDS, AttentionOperands, AttentionProblem
-from jax_fa4.schedule.tiles import MaskRule
+from jax_fa4.ring_steps import Block, Chunks, Slots, Step, Work, chunks_of, plan_steps
 from jax_fa4.varying import varying_zeros
 
 Array = Any
-Chunks = tuple[tuple[int, ...], ...]  # for each device, the chunks of the sequence that it holds, in its order
-
-LAYOUTS = ("contiguous", "zigzag")
-
-
-def chunks_of(layout: str, devices: int) -> Chunks:
-    """Which chunks of a sequence each device holds.
-
-    Args:
-      layout: "contiguous": device d holds chunk d of `devices`; "zigzag": chunks d and 2 * devices - 1 - d of twice as
-        many.
-      devices: how many there are.
-
-    Raises:
-      ValueError: the layout is neither.
-    """
-    if layout == "contiguous":
-        return tuple((device,) for device in range(devices))
-    if layout == "zigzag":
-        return tuple((device, 2 * devices - 1 - device) for device in range(devices))
-    raise ValueError(f"layout is {layout!r}. One of {', '.join(map(repr, LAYOUTS))} is accepted.")
-
-
-class Pair(NamedTuple):
-    """One slot of a device's queries with one slot of the keys that it holds in a step.
-
-    Attributes:
-      query_slot, key_slot: which of the device's chunks.
-      rules: the masks that occur on some device; None where the chunks do not see each other.
-      choice: for each device, which of `rules` is its own.
-    """
-
-    query_slot: int
-    key_slot: int
-    rules: tuple[MaskRule | None, ...]
-    choice: tuple[int, ...]
-
-
-class Step(NamedTuple):
-    """What devices do with the keys of the device `shift` places before them."""
-
-    shift: int
-    pairs: tuple[Pair, ...]
-
-
-def chunk_rule(rule: MaskRule, query_chunk: int, key_chunk: int, sizes: tuple[int, int]) -> MaskRule | None:
-    """The mask between two chunks of `sizes` (queries, keys), in its plainest form; None where nothing is visible.
-
-    `rule` is that of the whole sequence; its lengths are not read.
-    """
-    queries, keys = sizes
-    offset = rule.diagonal_offset + query_chunk * queries - key_chunk * keys
-    lowest, highest = -(queries - 1) - offset, keys - 1 - offset  # of j - i - offset over the pairs of the chunks
-    left, right = rule.band
-    if (left is not None and highest < -left) or (right is not None and lowest > right):
-        return None
-    left = None if left is None or lowest >= -left else left
-    right = None if right is None or highest <= right else right
-    if left is None and right is None:
-        return MaskRule(queries, keys)
-    is_causal = right == 0
-    return MaskRule(queries, keys, is_causal, (left, None if is_causal else right), offset)
-
-
-@functools.lru_cache(maxsize=256)
-def plan_steps(rule: MaskRule, query_chunks: Chunks, key_chunks: Chunks, sizes: tuple[int, int]) -> tuple[Step, ...]:
-    """The steps in which something is visible.
-
-    Args:
-      rule: the mask of the whole sequence; its lengths are not read.
-      query_chunks: the chunks of queries that each device holds.
-      key_chunks: the same for keys, before they travel.
-      sizes: length of a chunk of queries and of one of keys.
-    """
-    devices = len(query_chunks)
-    steps = []
-    for shift in range(1 if len(set(key_chunks)) == 1 else devices):
-        pairs = []
-        for query_slot in range(len(query_chunks[0])):
-            for key_slot in range(len(key_chunks[0])):
-                own = [
-                    chunk_rule(rule, query_chunks[d][query_slot], key_chunks[(d - shift) % devices][key_slot], sizes)
-                    for d in range(devices)
-                ]
-                rules = tuple(dict.fromkeys(own))
-                if rules != (None,):
-                    pairs.append(Pair(query_slot, key_slot, rules, tuple(rules.index(one) for one in own)))
-        if pairs:
-            steps.append(Step(shift, tuple(pairs)))
-    return tuple(steps)
-
-
-def visible_pairs_of(rule: MaskRule) -> int:
-    """How many pairs of a query and a key a band leaves, counted row by row."""
-    rows = np.arange(rule.query_length, dtype=np.int64) + rule.diagonal_offset
-    left, right = rule.band
-    begin = np.zeros_like(rows) if left is None else np.clip(rows - left, 0, rule.key_length)
-    end = np.full_like(rows, rule.key_length) if right is None else np.clip(rows + right + 1, 0, rule.key_length)
-    return int(np.maximum(end - begin, 0).sum())
-
-
-def slowest_work(steps: Sequence[Step], devices: int) -> int:
-    """Pairs of a query and a key that the slowest device of each step computes, summed: what a call waits for."""
-
-    def work(step: Step, device: int) -> int:
-        own = (pair.rules[pair.choice[device]] for pair in step.pairs)
-        return sum(visible_pairs_of(rule) for rule in own if rule is not None)
-
-    return sum(max(work(step, device) for device in range(devices)) for step in steps)
+Results = tuple[Array, Array]  # output (B, t, N, Dv) and log-sum-exp (B, t, N) of the queries in a slot
 
 
 def merge(results: tuple[Array, Array], others: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -165,11 +52,24 @@ def merge(results: tuple[Array, Array], others: tuple[Array, Array]) -> tuple[Ar
     return merged, jnp.where(is_empty, -jnp.inf, reference + jnp.log(divisor))
 
 
-class _Keys(NamedTuple):
-    """What travels: (B, S, K, ...) of one device, ids (B, S) or None."""
+def _packed(first: Array, second: Array) -> tuple[Array, ...]:
+    """Two arrays as one, (2, B, S, K, D), where their shapes allow: XLA has one transfer under way at a time, so that
+    of two only one can hide behind a kernel."""
+    return (jnp.stack([first, second]),) if first.shape == second.shape else (first, second)
 
-    key: Array
-    value: Array
+
+def _unpacked(arrays: tuple[Array, ...], rows: slice = slice(None)) -> tuple[Array, Array]:
+    """Rows (B, s, K, D) of the two."""
+    if len(arrays) == 1:  # a single slice, which XLA hands to a kernel without a copy where the batch is 1
+        return arrays[0][0, :, rows], arrays[0][1, :, rows]
+    first, second = arrays
+    return first[:, rows], second[:, rows]
+
+
+class _Keys(NamedTuple):
+    """What travels, of one device: keys and values (B, S, K, ...), packed or not; ids (B, S) or None."""
+
+    key_and_value: tuple[Array, ...]
     key_ids: Array | None
 
 
@@ -222,16 +122,20 @@ class Ring:
         for layout, length in zip(self._chunks(), (problem.query_length, problem.key_length), strict=True):
             if length % len(layout[0]):
                 return f"a device's share of {length} does not divide into the two halves of layout 'zigzag'."
-        rules = {rule for step in self.steps(problem) for pair in step.pairs for rule in pair.rules}
-        reasons = (self.implementation.why_not(_of_pair(problem, rule), target) for rule in rules if rule is not None)
+        reasons = (self.implementation.why_not(one, target) for one in self._blocks(problem))
         return next((reason for reason in reasons if reason is not None), None)
+
+    def _blocks(self, problem: AttentionProblem) -> list[AttentionProblem]:
+        """The different problems that make up a share."""
+        blocks = (block for step in self.steps(problem) for work in step.works for block in work)
+        return list(dict.fromkeys(_of_block(problem, block) for block in blocks))
 
     def describe(self, problem: AttentionProblem, target: Target) -> list[tuple[str, str]]:
         """Labels and texts about the ring, then about what a device computes first."""
         steps = self.steps(problem)
         lines = [("ring", f"{self.devices} devices along {', '.join(self.axis)}, {self.layout}, {len(steps)} steps")]
-        rule = next((rule for step in steps for pair in step.pairs for rule in pair.rules if rule is not None), None)
-        return lines if rule is None else [*lines, *self.implementation.describe(_of_pair(problem, rule), target)]
+        blocks = self._blocks(problem)
+        return [*lines, *self.implementation.describe(blocks[0], target)] if blocks else lines
 
     def forward(self, problem: AttentionProblem, operands: AttentionOperands) -> tuple[Array, Array]:
         """This device's output (B, T, N, Dv) and log-sum-exp (B, T, N)."""
@@ -250,17 +154,25 @@ class Ring:
         return _Walk(self, problem, operands).backward((out, lse, grad_out, grad_lse))
 
 
-def _of_pair(problem: AttentionProblem, rule: MaskRule) -> AttentionProblem:
-    """The problem of one pair of chunks of a share."""
+def _of_block(problem: AttentionProblem, block: Block) -> AttentionProblem:
+    """The problem of one block of a share."""
     return dataclasses.replace(
         problem,
-        query_length=rule.query_length,
-        key_length=rule.key_length,
-        mask=rule,
-        has_sinks=False,  # they are merged in once, not once a pair
+        query_length=block.rule.query_length,
+        key_length=block.rule.key_length,
+        mask=block.rule,
+        has_sinks=False,  # they are merged in once, not once a block
         constants=NO_CONSTANTS,
         planned=NO_GRIDS,
     )
+
+
+class _Sums(NamedTuple):
+    """Gradients of this device's own; None where nothing has been added yet, or none is due."""
+
+    query: Array | None
+    bias: Array | None
+    scale: Array | None
 
 
 class _Walk:
@@ -285,40 +197,41 @@ class _Walk:
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         return varying_zeros(shape, self.wide, self.operands)
 
-    def _query_rows(self, x: Array | None, slot: int) -> Array | None:
-        """(B, T, ...) to the rows of a slot."""
-        return None if x is None else x[:, slot * self.query_size : (slot + 1) * self.query_size]
+    def _query_rows(self, x: Array | None, slots: Slots) -> Array | None:
+        """The rows of slots among those of this device's queries (B, T, ...)."""
+        return None if x is None else x[:, _rows(slots, self.query_size)]
 
-    def _key_rows(self, x: Array | None, slot: int) -> Array | None:
-        return None if x is None else x[:, slot * self.key_size : (slot + 1) * self.key_size]
-
-    def _lengths(self, lengths: Array | None, chunks: Chunks, slot: int, size: int, shift: int) -> Array | None:
-        """Lengths of the whole sequence as lengths of the chunk in a slot of the device `shift` places before."""
+    def _lengths(self, lengths: Array | None, chunks: Chunks, slots: Slots, size: int, shift: int) -> Array | None:
+        """Lengths of the whole sequence as lengths of the slots of the device `shift` places before: chunks ascend, so
+        that what a length leaves of them comes first."""
         if lengths is None:
             return None
-        first = jnp.asarray([chunks[(d - shift) % self.ring.devices][slot] * size for d in range(self.ring.devices)])
-        return jnp.clip(lengths - first[self.device].astype(lengths.dtype), 0, size)
+        holders = [chunks[(device - shift) % self.ring.devices] for device in range(self.ring.devices)]
+        first = jnp.asarray([holder[slots.first : slots.last] for holder in holders], lengths.dtype) * size
+        return jnp.clip(lengths[:, None] - first[self.device], 0, size).sum(axis=1, dtype=lengths.dtype)
 
-    def _score_rows(self, x: Array | None, slot: int) -> Array | None:
-        """The rows of a bias or a mask (1 or B, 1 or N, 1 or T, S) that belong to a slot."""
+    def _score_rows(self, x: Array | None, slots: Slots) -> Array | None:
+        """The rows of a bias or a mask (1 or B, 1 or N, 1 or T, S) that belong to slots."""
         if x is None or x.shape[2] == 1:
             return x
-        return x[:, :, slot * self.query_size : (slot + 1) * self.query_size]
+        return x[:, :, _rows(slots, self.query_size)]
 
-    def _pair_operands(self, keys: _Keys, pair: Pair, shift: int) -> AttentionOperands:
-        mine, slot = self.operands, pair.query_slot
+    def _block_operands(self, keys: _Keys, block: Block, shift: int) -> AttentionOperands:
+        mine, queries = self.operands, block.queries
+        key_rows = _rows(block.keys, self.key_size)
+        key, value = _unpacked(keys.key_and_value, key_rows)
         return AttentionOperands(
-            query=self._query_rows(mine.query, slot),
-            key=self._key_rows(keys.key, pair.key_slot),
-            value=self._key_rows(keys.value, pair.key_slot),
-            bias=self._score_rows(mine.bias, slot),
-            mask=self._score_rows(mine.mask, slot),
+            query=self._query_rows(mine.query, queries),
+            key=key,
+            value=value,
+            bias=self._score_rows(mine.bias, queries),
+            mask=self._score_rows(mine.mask, queries),
             sinks=None,
             scale=mine.scale,
-            query_ids=self._query_rows(mine.query_ids, slot),
-            key_ids=self._key_rows(keys.key_ids, pair.key_slot),
-            query_lengths=self._lengths(mine.query_lengths, self.query_chunks, slot, self.query_size, 0),
-            key_lengths=self._lengths(mine.key_lengths, self.key_chunks, pair.key_slot, self.key_size, shift),
+            query_ids=self._query_rows(mine.query_ids, queries),
+            key_ids=None if keys.key_ids is None else keys.key_ids[:, key_rows],
+            query_lengths=self._lengths(mine.query_lengths, self.query_chunks, queries, self.query_size, 0),
+            key_lengths=self._lengths(mine.key_lengths, self.key_chunks, block.keys, self.key_size, shift),
         )
 
     def _rotate(self, tree: Any, places: int) -> Any:
@@ -332,21 +245,22 @@ class _Walk:
         ring = [(device, (device + places) % devices) for device in range(devices)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.ring.axis, ring), tree)
 
-    def _on_my_rule(self, pair: Pair, run: Callable[[AttentionProblem], Any], otherwise: Any) -> Any:
-        """`run` with the problem of this device's mask, or `otherwise` where it sees nothing."""
-
-        def branch(rule: MaskRule | None) -> Callable[[], Any]:
-            return (lambda: otherwise) if rule is None else lambda: run(_of_pair(self.problem, rule))
-
-        branches = [branch(rule) for rule in pair.rules]
-        if len(branches) == 1:
-            return branches[0]()
-        return lax.switch(jnp.asarray(pair.choice, jnp.int32)[self.device], branches)
+    def _on_my_work(self, step: Step, run: Callable[[Work], Any]) -> Any:
+        """`run` with what this device computes in a step."""
+        if len(step.works) == 1:
+            return run(step.works[0])
+        choice = jnp.asarray(step.choice, jnp.int32)[self.device]
+        return lax.switch(choice, [functools.partial(run, work) for work in step.works])
 
     def _walk(self, steps: Sequence[Step], visit: Callable[[_Keys, Step], None]) -> None:
         """Visits each step with its keys; those of the next one are on their way meanwhile."""
-        own = keys = _Keys(self.operands.key, self.operands.value, self.operands.key_ids)
-        shift = 0
+        mine = self.operands
+        are_travelling = any(step.shift for step in steps)
+        own = _Keys(
+            _packed(mine.key, mine.value) if are_travelling else (mine.key, mine.value),
+            mine.key_ids,
+        )
+        keys, shift = own, 0
 
         def bring(step: Step) -> _Keys:
             return own if step.shift == 0 else self._rotate(keys, step.shift - shift)
@@ -358,106 +272,149 @@ class _Walk:
                 arriving = bring(steps[number + 1])
             visit(keys, step)
 
-    def forward(self) -> tuple[Array, Array]:
-        problem, slots = self.problem, range(len(self.query_chunks[0]))
-        rows = (problem.batch, self.query_size, problem.query_heads)
-        lse = self._zeros(rows) - jnp.inf
-        if self.operands.sinks is not None:  # logits without a value: already there when the first key comes
-            lse = self._zeros(rows) + self.operands.sinks.astype(self.wide)
-        results = [(self._zeros((*rows, problem.value_dim)), lse) for _ in slots]
+    def forward(self) -> Results:
+        """The output in the problem's dtype and the log-sum-exp of this device's queries."""
+        problem, sinks = self.problem, self.operands.sinks
+        rows = (problem.batch, problem.query_length, problem.query_heads)
+        last = self.steps[-1] if self.steps else None
+
+        def nothing(dtype: Any) -> Results:
+            """Where no key was seen; a sink is a logit without a value, which is there before the first key."""
+            lse = self._zeros(rows) - jnp.inf if sinks is None else self._zeros(rows) + sinks.astype(self.wide)
+            return self._zeros((*rows, problem.value_dim)).astype(dtype), lse
+
+        results = None if sinks is None else nothing(self.wide)
 
         def visit(keys: _Keys, step: Step) -> None:
-            for pair in step.pairs:
-                operands, so_far = self._pair_operands(keys, pair, step.shift), results[pair.query_slot]
+            nonlocal results
+            # A part comes rounded to the operands' dtype, in which it stays until there is another to merge it with.
+            is_narrow = step is last or (results is None and all(len(work) <= 1 for work in step.works))
+            dtype = problem.dtype if is_narrow else self.wide
 
-                def attend(
-                    problem: AttentionProblem, operands: AttentionOperands = operands, so_far: Any = so_far
-                ) -> tuple[Array, Array]:
-                    return merge(so_far, self.ring.implementation.forward(problem, operands))
+            def run(work: Work, so_far: Results | None = results) -> Results:
+                for block in work:
+                    operands = self._block_operands(keys, block, step.shift)
+                    part = self.ring.implementation.forward(_of_block(problem, block), operands)
+                    so_far = self._merged(so_far, block.queries, part)
+                out, lse = so_far or nothing(dtype)
+                return out.astype(dtype), lse
 
-                results[pair.query_slot] = self._on_my_rule(pair, attend, so_far)
+            results = self._on_my_work(step, run)
 
         self._walk(self.steps, visit)
-        out, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*results, strict=True))
-        return out.astype(problem.dtype), lse
+        return results or nothing(problem.dtype)
+
+    def _merged(self, so_far: Results | None, slots: Slots, part: Results) -> Results:
+        """The results with those of a block's queries merged in."""
+        own = _rows(slots, self.query_size)
+        if so_far is None:
+            out, lse = (
+                _among(x, own, self.problem.query_length, fill) for x, fill in zip(part, (0, -jnp.inf), strict=True)
+            )
+            return out, lse
+        merged = merge(tuple(x[:, own].astype(self.wide) for x in so_far), part)
+        out, lse = (_replaced(x.astype(self.wide), own, new) for x, new in zip(so_far, merged, strict=True))
+        return out, lse
 
     def backward(self, results_and_grads: tuple[Array, Array, Array, Array]) -> AttentionOperands:
-        mine, slots = self.operands, range(len(self.query_chunks[0]))
-        own: dict[str, Any] = {
-            "query": [self._zeros(mine.query[:, : self.query_size].shape) for _ in slots],
-            "bias": None if mine.bias is None else self._zeros(mine.bias.shape),
-            "scale": None if mine.scale is None else self._zeros(()),
-        }
+        """The cotangents of this device's operands."""
+        mine = self.operands
+        own = _Sums(None, None, None)
         travelling: tuple[Array, ...] | None = None
         last_shift = 0
 
         def visit(keys: _Keys, step: Step) -> None:
-            nonlocal travelling, last_shift
-            fresh = [
-                tuple(self._zeros(x[:, : self.key_size].shape) for x in (keys.key, keys.value))
-                for _ in self.key_chunks[0]
-            ]
-            for pair in step.pairs:
-                self._add_gradients(keys, pair, step.shift, results_and_grads, own, fresh)
-            added = tuple(jnp.concatenate(parts, axis=1) for parts in zip(*fresh, strict=True))
+            nonlocal own, travelling, last_shift
+            own, added = self._on_my_work(step, lambda work: self._gradients(own, keys, step, work, results_and_grads))
             if travelling is None:
                 travelling = added
             else:  # this transfer waits for the step before, not for this one's gradients
                 arrived = self._rotate(travelling, step.shift - last_shift)
-                travelling = tuple(a + b for a, b in zip(arrived, added, strict=True))
+                travelling = tuple(a.astype(self.wide) + b for a, b in zip(arrived, added, strict=True))
             last_shift = step.shift
 
         # The other way round: gradients come home with the last step, that of a device's own keys. And XLA would find
         # the forward pass's transfers again, and rather keep all that they brought than make them twice.
         self._walk(self.steps[::-1], visit)
         if travelling is None:
-            travelling = tuple(self._zeros(x.shape) for x in (mine.key, mine.value))
-        grad_key, grad_value = self._rotate(travelling, -last_shift)
-        grads = {
-            "query": jnp.concatenate(own["query"], axis=1),
-            "key": grad_key,
-            "value": grad_value,
-            "bias": own["bias"],
-            "scale": own["scale"],
-        }
+            own, travelling = self._filled(own), tuple(self._zeros(x.shape) for x in _packed(mine.key, mine.value))
+        key, value = _unpacked(self._rotate(travelling, -last_shift))
+        grads = {"query": own.query, "key": key, "value": value, "bias": own.bias, "scale": own.scale}
         return AttentionOperands(
             **{name: None if x is None else x.astype(getattr(mine, name).dtype) for name, x in grads.items()}
         )
 
-    def _add_gradients(
-        self,
-        keys: _Keys,
-        pair: Pair,
-        shift: int,
-        results_and_grads: tuple[Array, Array, Array, Array],
-        own: dict[str, Any],
-        fresh: list[tuple[Array, ...]],
-    ) -> None:
-        """Adds the gradients of one pair to those of its queries and of its keys."""
-        operands = self._pair_operands(keys, pair, shift)
-        rows: Any = [self._query_rows(x, pair.query_slot) for x in results_and_grads]
-        query, bias, scale = own["query"][pair.query_slot], own["bias"], own["scale"]
-        key, value = fresh[pair.key_slot]
-        so_far = (query, key, value, bias, scale)
-
-        def run(problem: AttentionProblem) -> Any:
+    def _gradients(
+        self, so_far: _Sums, keys: _Keys, step: Step, work: Work, results_and_grads: tuple[Array, Array, Array, Array]
+    ) -> tuple[_Sums, tuple[Array, ...]]:
+        """The sums with what one device adds in one step, and the gradients of its keys and values of that step."""
+        query, bias, scale = so_far
+        key: Array | None = None
+        value: Array | None = None
+        mine, lengths = self.operands, (self.problem.query_length, self.problem.key_length)
+        for block in work:
+            operands, problem = self._block_operands(keys, block, step.shift), _of_block(self.problem, block)
+            rows: Any = [self._query_rows(x, block.queries) for x in results_and_grads]
             grads = self.ring.implementation.backward(problem, operands, *rows)
-            parts = (grads.query, grads.key, grads.value, self._all_score_rows(grads.bias, pair), grads.scale)
-            return tuple(
-                None if total is None else total + part.astype(self.wide)
-                for total, part in zip(so_far, parts, strict=True)
+            query_rows, key_rows = _rows(block.queries, self.query_size), _rows(block.keys, self.key_size)
+            query = self._with_rows(query, query_rows, grads.query, lengths[0])
+            key = self._with_rows(key, key_rows, grads.key, lengths[1])
+            value = self._with_rows(value, key_rows, grads.value, lengths[1])
+            bias = self._plus(bias, self._all_score_rows(grads.bias, block.queries))
+            scale = self._plus(scale, grads.scale)
+        # What comes of one block is rounded to the operands' dtype already, and may stay in it, and travel so.
+        is_one = all(len(one) <= 1 for one in step.works)
+
+        def made(x: Array | None, like: Array, is_first: bool = True) -> Array:
+            dtype = like.dtype if is_first and is_one else self.wide
+            return self._zeros(like.shape).astype(dtype) if x is None else x.astype(dtype)
+
+        sums = self._filled(_Sums(made(query, mine.query, so_far.query is None), bias, scale))
+        return sums, _packed(made(key, mine.key), made(value, mine.value))
+
+    def _filled(self, sums: _Sums) -> _Sums:
+        """The sums, zeros where nothing was added to what is due."""
+        mine = self.operands
+        return _Sums(
+            *(
+                self._zeros(getattr(mine, name).shape) if x is None and getattr(mine, name) is not None else x
+                for name, x in sums._asdict().items()
             )
+        )
 
-        query, key, value, own["bias"], own["scale"] = self._on_my_rule(pair, run, so_far)
-        own["query"][pair.query_slot], fresh[pair.key_slot] = query, (key, value)
+    def _plus(self, total: Array | None, part: Array | None) -> Array | None:
+        if part is None:
+            return total
+        return part.astype(self.wide) if total is None else total + part.astype(self.wide)
 
-    def _all_score_rows(self, x: Array | None, pair: Pair) -> Array | None:
-        """The gradient of a slot's rows of the bias among zeros for the others."""
-        if x is None or x.shape[2] == 1 or len(self.query_chunks[0]) == 1:
+    def _with_rows(self, total: Array | None, rows: slice, part: Array, length: int) -> Array:
+        """A sum (B, length, ...) with a block's rows added."""
+        if total is None:
+            return _among(part, rows, length, 0)
+        return _replaced(total.astype(self.wide), rows, total[:, rows].astype(self.wide) + part)
+
+    def _all_score_rows(self, x: Array | None, slots: Slots) -> Array | None:
+        """The gradient of the bias's rows of some slots among zeros for the others."""
+        if x is None or x.shape[2] == 1:
             return x
-        before = pair.query_slot * self.query_size
-        after = self.problem.query_length - before - self.query_size
-        return jnp.pad(x, ((0, 0), (0, 0), (before, after), (0, 0)))
+        after = self.problem.query_length - slots.last * self.query_size
+        return jnp.pad(x, ((0, 0), (0, 0), (slots.first * self.query_size, after), (0, 0)))
+
+
+def _rows(slots: Slots, size: int) -> slice:
+    """The rows of slots of `size` rows each."""
+    return slice(slots.first * size, slots.last * size)
+
+
+def _among(part: Array, rows: slice, length: int, fill: float) -> Array:
+    """(B, length, ...) with a part's rows where they belong, and `fill` in all others."""
+    widths = [(0, 0), (rows.start, length - rows.stop), *((0, 0),) * (part.ndim - 2)]
+    return jnp.pad(part, widths, constant_values=fill)
+
+
+def _replaced(whole: Array, rows: slice, part: Array) -> Array:
+    """The whole (B, length, ...) with other rows in one place, in one piece, which XLA writes once."""
+    return jnp.concatenate([whole[:, : rows.start], part, whole[:, rows.stop :]], axis=1)
 
 
 def to_zigzag(x: Array, axis: tuple[str, ...], devices: int) -> Array:
@@ -480,7 +437,8 @@ def _exchange(x: Array, axis: tuple[str, ...], devices: int, is_inverse: bool) -
     moved = []
     for half, parity in ((first, 0), (second, 1)):
         ring = [(chunk // 2, holder[chunk]) for chunk in range(parity, 2 * devices, 2)]
-        moved.append(lax.ppermute(half, axis, [(b, a) for a, b in ring] if is_inverse else ring))
+        is_moved = any(a != b for a, b in ring)  # with two devices one of the halves stays
+        moved.append(lax.ppermute(half, axis, [(b, a) for a, b in ring] if is_inverse else ring) if is_moved else half)
     even, odd = moved
     if not is_inverse:
         even, odd = jnp.where(is_even_place, even, odd), jnp.where(is_even_place, odd, even)

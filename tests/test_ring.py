@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_fa4
-from jax_fa4 import ring
+from jax_fa4 import ring, ring_steps
 from jax_fa4.schedule.tiles import MaskRule
 from tests import oracle
 from tests.inputs import assert_close, draw, visible_pairs
@@ -76,6 +76,8 @@ def cotangents_for(operands, seed=9):
 
 SINKS, SCALE = jnp.array([0.3, -1.0, 0.0, 2.0]), jnp.float32(0.4)
 WINDOW, SEGMENTS = {"is_causal": True, "local_window_size": (5, 0)}, {"is_causal": True, "segment_ids": IDS}
+KNOWN_LENGTHS = {"query_seq_lengths": np.array([24, 11]), "key_value_seq_lengths": [17, 3]}
+LENGTHS = {name: jnp.asarray(lengths) for name, lengths in KNOWN_LENGTHS.items()} | {"is_causal": True}
 ALL = {"is_causal": True, "sinks": SINKS, "scale": SCALE, "logits_soft_cap": 3.0}
 slow = pytest.mark.slow
 CASES = {
@@ -86,6 +88,8 @@ CASES = {
     "two_sided_window": (2, "zigzag", {"local_window_size": (8, 3)}),
     "segments": (2, "contiguous", SEGMENTS),
     "sinks_scale_cap": (2, "zigzag", ALL),
+    "lengths_zigzag": (2, "zigzag", LENGTHS),
+    "lengths": pytest.param(4, "contiguous", KNOWN_LENGTHS, marks=slow),
     "full_zigzag": pytest.param(2, "zigzag", {}, marks=slow),
     "window_zigzag": pytest.param(4, "zigzag", WINDOW, marks=slow),
     "segments_zigzag": pytest.param(4, "zigzag", SEGMENTS, marks=slow),
@@ -107,10 +111,12 @@ def test_equals_one_device(devices, layout, options, implementation):
 
 def _finite_only(operands, cotangents, options):
     """Without a cotangent for the -inf of rows that see nothing, whose gradient nobody can want."""
-    ids = options.get("segment_ids")
-    if ids is None:
-        return cotangents
-    return cotangents[0], jnp.where(jnp.asarray(ids)[:, :, None] < 0, 0, cotangents[1])
+    is_seeing = jnp.ones(operands[0].shape[:2], bool)
+    if "segment_ids" in options:
+        is_seeing &= jnp.asarray(options["segment_ids"]) >= 0
+    if "query_seq_lengths" in options:
+        is_seeing &= jnp.arange(LENGTH) < jnp.asarray(options["query_seq_lengths"])[:, None]
+    return cotangents[0], jnp.where(is_seeing[:, :, None], cotangents[1], 0)
 
 
 @needs_devices
@@ -167,7 +173,7 @@ def test_merging_is_exact_and_knows_empty_parts():
     jax.tree.map(np.testing.assert_array_equal, ring.merge(empty, empty), empty)
 
 
-@pytest.mark.parametrize("layout", ring.LAYOUTS)
+@pytest.mark.parametrize("layout", ring_steps.LAYOUTS)
 @pytest.mark.parametrize(
     "options",
     [{}, {"is_causal": True}, {"window": (3, 0)}, {"window": (2, 5)}, {"is_causal": True, "window": (9, 1)}],
@@ -177,38 +183,53 @@ def test_steps_cover_each_visible_pair_once(layout, options):
     """The plan of a ring, put together again pair by pair, is the mask of the whole sequence."""
     devices, length = 4, 24
     rule = MaskRule(length, length, options.get("is_causal", False), options.get("window", (None, None)))
-    chunks = ring.chunks_of(layout, devices)
+    chunks = ring_steps.chunks_of(layout, devices)
     size = length // (devices * len(chunks[0]))
     found = np.zeros((length, length), int)
-    for step in ring.plan_steps(rule, chunks, chunks, (size, size)):
-        for pair in step.pairs:
-            for device in range(devices):
-                own = pair.rules[pair.choice[device]]
-                if own is None:
-                    continue
-                rows = chunks[device][pair.query_slot] * size
-                columns = chunks[(device - step.shift) % devices][pair.key_slot] * size
-                i, j = np.indices((size, size))
-                left, right = own.band
-                seen = np.ones((size, size), bool)
+
+    def places(own, slots):
+        return np.concatenate([np.arange(size) + own[slot] * size for slot in slots.all])
+
+    for step in ring_steps.plan_steps(rule, chunks, chunks, (size, size)):
+        for device in range(devices):
+            for block in step.works[step.choice[device]]:
+                rows = places(chunks[device], block.queries)
+                columns = places(chunks[(device - step.shift) % devices], block.keys)
+                i, j = np.indices((len(rows), len(columns)))
+                left, right = block.rule.band
+                seen = np.ones(i.shape, bool)
                 if left is not None:
-                    seen &= j - i - own.diagonal_offset >= -left
+                    seen &= j - i - block.rule.diagonal_offset >= -left
                 if right is not None:
-                    seen &= j - i - own.diagonal_offset <= right
+                    seen &= j - i - block.rule.diagonal_offset <= right
                 assert seen.any()
-                assert seen.sum() == ring.visible_pairs_of(own)
-                found[rows : rows + size, columns : columns + size] += seen
+                assert seen.shape == (block.rule.query_length, block.rule.key_length)
+                assert seen.sum() == ring_steps.visible_pairs_of(block.rule)
+                found[np.ix_(rows, columns)] += seen
     np.testing.assert_array_equal(found, visible_pairs(length, length, **options))
+
+
+@pytest.mark.parametrize("layout", ring_steps.LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_a_step_without_a_window_is_one_call(layout, options):
+    """However many chunks a device holds, and however far apart they are in the sequence."""
+    for devices in (1, 2, 3, 8):
+        chunks = ring_steps.chunks_of(layout, devices)
+        steps = ring_steps.plan_steps(MaskRule(0, 0, **options), chunks, chunks, (32, 32))
+        assert len(steps) == devices
+        assert {len(work) for step in steps for work in step.works} <= {0, 1}
+        if layout == "zigzag":
+            assert all(work for step in steps for work in step.works)
 
 
 def test_zigzag_halves_what_the_slowest_device_waits_for():
     """Two devices, causal: 1/4 of all pairs each, against 3/8 on the second of a contiguous split."""
     size = 512
     pairs = {}
-    for layout in ring.LAYOUTS:
-        chunks = ring.chunks_of(layout, 2)
-        steps = ring.plan_steps(MaskRule(0, 0, True), chunks, chunks, (size // len(chunks[0]),) * 2)
-        pairs[layout] = ring.slowest_work(steps, 2) / (2 * size) ** 2
+    for layout in ring_steps.LAYOUTS:
+        chunks = ring_steps.chunks_of(layout, 2)
+        steps = ring_steps.plan_steps(MaskRule(0, 0, True), chunks, chunks, (size // len(chunks[0]),) * 2)
+        pairs[layout] = ring_steps.slowest_work(steps) / (2 * size) ** 2
     assert pairs["contiguous"] == pytest.approx(3 / 8, rel=0.01)
     assert pairs["zigzag"] == pytest.approx(1 / 4, rel=0.01)
 
@@ -253,7 +274,7 @@ def test_a_window_spares_the_steps_beyond_it():
     """Four devices, a window of less than a share: each needs the keys of one neighbour, once."""
     options = {"is_causal": True, "local_window_size": (16, 0), "dtype": jnp.float32}
     moved = collectives(ring_program(4, 32, gradient=False, **options).as_text())
-    assert [one.bytes for one in moved["collective-permute"]] == [32 * 2 * 16 * 4] * 2
+    assert [one.bytes for one in moved["collective-permute"]] == [2 * 32 * 2 * 16 * 4]  # keys and values in one
 
 
 @needs_devices
@@ -279,10 +300,10 @@ def test_transfers_do_not_wait_for_the_products_of_their_step():
     shape = jax.ShapeDtypeStruct((1, 32, 2, 8), jnp.float32)
     text = str(jax.make_jaxpr(mapped)(shape, shape, shape))
     permutes = re.findall(r"(\w+):\S+ = ppermute\[[^\]]*\] (\w+)", text.replace("\n", " "))
-    assert len(permutes) == 6
+    assert len(permutes) == 3
     made = {result for result, _ in permutes}
     sources = {source for _, source in permutes if source not in made}
-    assert len(sources) == 2  # key and value themselves; every other transfer passes on what one brought
+    assert len(sources) == 1  # key and value themselves; every other transfer passes on what one brought
 
 
 @needs_devices
@@ -336,5 +357,10 @@ def test_bad_input_names_the_argument():
         run(q[:, :5], k[:, :5], v[:, :5], layout="zigzag")
     with pytest.raises(NotImplementedError, match=r"'reference'.*pass 'blockwise'"):
         run(q, k, v, implementation="reference")
+    for name in ("bias", "mask"):
+        with pytest.raises(NotImplementedError, match=rf"{name} has a column .* along sequence\. Call attention under"):
+            run(q, k, v, **{name: jnp.zeros((1, 1, 6, 6))})
+    with pytest.raises(ValueError, match=r"key_value_seq_lengths holds 7\. .* from 0 to 6 are accepted"):
+        run(q, k, v, key_value_seq_lengths=[7, 1])
     with pytest.raises(ValueError, match="A multiple of 8 is accepted"):
         jax_fa4.zigzag_order(12, 4)
