@@ -148,6 +148,7 @@ def set_options(
     check_races: bool | None = None,
     check_uninitialized: bool | None = None,
     check_registers: bool | None = None,
+    check_exit_reads: bool | None = None,
     check_tensor_fences: bool | None = None,
     stuck_after: int | None = None,
 ) -> None:
@@ -166,6 +167,8 @@ def set_options(
       check_uninitialized: report reads of global memory that nobody wrote.
       check_registers: report registers that were never written where they decide something: addresses, stored values,
         guards, operands of asynchronous and matrix instructions.
+      check_exit_reads: report CTAs that exit while a committed bulk copy may still read their shared memory. Nothing
+        documents that the memory is kept for it; CUTLASS's attention for Hopper relies on it and is right on silicon.
       check_tensor_fences: report tcgen05 instructions that another thread's come before without the pair of
         tcgen05.fence that the PTX ISA asks for. Off unless told: kernels that are right on silicon leave them out.
       stuck_after: warp instructions without any change of memory or barriers after which a launch is given up, at
@@ -187,6 +190,7 @@ def set_options(
         "check_races": check_races,
         "check_uninitialized": check_uninitialized,
         "check_registers": check_registers,
+        "check_exit_reads": check_exit_reads,
         "check_tensor_fences": check_tensor_fences,
         "stuck_after": stuck_after,
     }

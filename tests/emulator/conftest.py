@@ -51,8 +51,10 @@ def gpu(built_library: None) -> Iterator[None]:
     """The emulator with its usual options: Hopper, seed 0, one host thread."""
     from jax_fa4 import emulator
 
-    checks = dict(check_races=True, check_uninitialized=True, check_registers=True, check_tensor_fences=False)
-    defaults = checks | dict(seed=0, arch="9.0", sm_count=132, threads=1, completion="random", stuck_after=400_000)
+    checks = dict(check_races=True, check_uninitialized=True, check_registers=True, check_exit_reads=True)
+    defaults = checks | dict(
+        check_tensor_fences=False, seed=0, arch="9.0", sm_count=132, threads=1, completion="random", stuck_after=400_000
+    )
     emulator.set_options(**defaults)
     emulator.statistics()
     yield

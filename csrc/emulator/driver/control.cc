@@ -38,6 +38,8 @@ EMULATOR_EXPORT int jax_fa4_emulator_set_option(const char* name, int64_t value)
     options.check_uninitialized = value != 0;
   else if (key == "check_registers")
     options.check_registers = value != 0;
+  else if (key == "check_exit_reads")
+    options.check_exit_reads = value != 0;
   else if (key == "check_tensor_fences")
     options.check_tensor_fences = value != 0;
   else if (key == "stuck_after" && value >= 1000)

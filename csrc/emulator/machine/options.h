@@ -20,6 +20,7 @@ struct Options {
   bool check_races = true;
   bool check_uninitialized = true;
   bool check_registers = true;
+  bool check_exit_reads = true;      // nothing documents that shared memory outlives its CTA
   bool check_tensor_fences = false;  // kernels that are right on silicon leave tcgen05.fence out
   // A launch that executes so many warp instructions without any memory or barrier changing its state is stuck.
   uint64_t stuck_after = 4'000'000;

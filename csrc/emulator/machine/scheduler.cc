@@ -102,7 +102,7 @@ void Scheduler::run_warp(Warp& warp) {
   warp.release_into(cluster.barrier_knowledge);
   cluster.check_barrier();
   if (cta.warps_left > 0) return;
-  check_bulk_reads(cta);
+  if (grid_.options.check_exit_reads) check_bulk_reads(cta);
   cluster.ctas_left--;
   if (cta.tensor != nullptr && cta.tensor->allocated_columns() != 0)
     throw Fault(Status::launch_failed, std::to_string(cta.tensor->allocated_columns()) +
