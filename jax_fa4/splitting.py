@@ -81,6 +81,7 @@ def run_split(
     problem: AttentionProblem,
     operands: AttentionOperands,
     split: Split,
+    merge: Callable[..., Pair] | None = None,
 ) -> Pair:
     """A forward pass in parts.
 
@@ -89,6 +90,7 @@ def run_split(
       problem: the call, without bias and general mask.
       operands: its arrays.
       split: the cut.
+      merge: (problem, split, out, lse, sinks) -> the merged results; None: in plain JAX.
 
     Returns:
       The output (B, T, N, Dv) in the problem's dtype and the log-sum-exp (B, T, N).
@@ -96,23 +98,15 @@ def run_split(
     if split.is_whole or problem.is_empty:
         return forward(problem, operands)
     cut = _Cut(problem, split)
-    queries, keys = problem.intervals(operands)
-    queries, keys = cut.of_queries(queries), cut.of_keys(keys)
-    sees_all = cut.padding == 0 and not problem.has_segment_ids and _is_known_whole(queries, cut.keys)
     arrays: dict[str, Any] = {
         "query": cut.rows(operands.query),
         "key": cut.columns(operands.key),
         "value": cut.columns(operands.value),
         "scale": operands.scale,
     }
-    if problem.has_segment_ids:
-        mask = problem.mask_operands(operands)
-        arrays |= {"query_ids": cut.of_rows(mask.query_ids), "key_ids": cut.of_columns(mask.key_ids, fill=-1)}
-    if not sees_all:
-        for side, intervals in (("query", queries), ("key", keys)):
-            arrays |= {f"{side}_{name}": array for name, array in intervals._asdict().items()}
-    out, lse = forward(problem_of(problem, split, has_intervals=not sees_all), AttentionOperands(**arrays))
-    return cut.merge(out, lse, operands.sinks)
+    part, masks = cut.masked(operands)
+    out, lse = forward(part, AttentionOperands(**arrays, **masks))
+    return cut.merge(out, lse, operands.sinks) if merge is None else merge(problem, split, out, lse, operands.sinks)
 
 
 def _is_known_whole(intervals: Intervals, columns: int) -> bool:
@@ -138,6 +132,37 @@ class _Cut:
     def keys(self) -> int:
         """Keys of a part."""
         return -(-self.problem.key_length // self.split.parts)
+
+    def masked(self, operands: AttentionOperands) -> tuple[AttentionProblem, dict[str, Any]]:
+        """The problem of all parts, and its operands that say what is seen."""
+        problem, split = self.problem, self.split
+        masks = problem.mask_operands(operands)
+        if isinstance(masks.key_lengths, jax.Array) and self._is_cut_by_key_lengths_alone():
+            first = np.arange(split.parts, dtype=np.int32) * self.keys
+            lengths = jnp.clip(masks.key_lengths[:, None] - first, 0, self.keys).reshape(-1)
+            part = problem_of(problem, split, has_intervals=False)
+            return dataclasses.replace(part, has_key_lengths=True), {"key_lengths": lengths}
+        queries, keys = problem.intervals(operands)
+        queries, keys = self.of_queries(queries), self.of_keys(keys)
+        if self.padding == 0 and not problem.has_segment_ids and _is_known_whole(queries, self.keys):
+            return problem_of(problem, split, has_intervals=False), {}
+        found = {
+            f"{side}_{name}": array
+            for side, intervals in (("query", queries), ("key", keys))
+            for name, array in intervals._asdict().items()
+        }
+        if problem.has_segment_ids:
+            found |= {"query_ids": self.of_rows(masks.query_ids), "key_ids": self.of_columns(masks.key_ids, fill=-1)}
+        return problem_of(problem, split), found
+
+    def _is_cut_by_key_lengths_alone(self) -> bool:
+        """Whether all rows of a batch row see the keys up to its length, as in a step of decoding."""
+        problem, (left, right) = self.problem, self.problem.mask.band
+        offset, last = problem.mask.diagonal_offset, problem.query_length - 1
+        is_band_open = (left is None or last + offset - left <= 0) and (
+            right is None or offset + right + 1 >= problem.key_length
+        )
+        return is_band_open and not problem.has_segment_ids and not problem.has_query_lengths
 
     @property
     def padding(self) -> int:

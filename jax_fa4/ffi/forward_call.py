@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa4.cost import Architecture
-from jax_fa4.ffi.mask_buffers import whole_ids, zero_unseen
+from jax_fa4.ffi.launch import CUDA_DRIVER
+from jax_fa4.ffi.mask_buffers import hide_unseen, whole_ids, zero_unseen
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Column, Policy, WorkGrid, WorkTable, forward_grid, forward_table, make_table
@@ -86,6 +87,7 @@ class ForwardCall:
             no table.
         packed: the query heads that share a KV head are rows of one head: row t * group + g is query t of the group's
             g-th head. For few queries, whose tile would be nearly empty, and which would read keys once a head.
+        hides_tiles: the kernel reads values from a copy where a tile has some that nobody sees; else all are copied.
     """
 
     problem: AttentionProblem
@@ -95,6 +97,7 @@ class ForwardCall:
     ctas: int = 1
     policy: Policy | None = None
     packed: bool = False
+    hides_tiles: bool = False
 
     @property
     def seen(self) -> AttentionProblem:
@@ -203,13 +206,18 @@ class ForwardCall:
         lo, hi = (one.repeat(self.problem.group_size, axis=1) for one in (rows.lo, rows.hi))
         return Intervals(lo, hi, rows.exact)
 
-    def mask_buffers(self, operands: AttentionOperands) -> dict[str, Any]:
+    def mask_buffers(self, operands: AttentionOperands, driver: str = CUDA_DRIVER) -> dict[str, Any]:
         """Operands for masks from memory; values that nobody sees, which may be NaN, replaced by zeros."""
         problem = self.problem
         table, rows = self.table(operands), self.row_intervals(operands)
-        _, seen_from = problem.intervals(operands)
+        seen, seen_from = problem.intervals(operands)
         found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
-        (found["value"],) = zero_unseen(seen_from.lo < seen_from.hi, operands.value)
+        if self.hides_tiles:
+            tiles = -(-self.integers()["key_length"] // self.key_tile)
+            hidden, flags = hide_unseen(seen_from, seen, self.key_tile, tiles, operands.value, driver=driver)
+            found |= {"hidden_value": hidden[0], "hidden_tiles": flags}
+        else:
+            (found["value"],) = zero_unseen(seen_from.lo < seen_from.hi, operands.value)
         if problem.has_segment_ids:
             query_ids, key_ids = whole_ids(problem, operands)
             if self.packed:
@@ -218,14 +226,16 @@ class ForwardCall:
             found |= {"query_ids": query_ids, "key_ids": key_ids[:, : self.integers()["key_length"]]}
         return found
 
-    def arguments(self, operands: AttentionOperands) -> tuple[dict[str, Any], dict[str, int]]:
+    def arguments(
+        self, operands: AttentionOperands, driver: str = CUDA_DRIVER
+    ) -> tuple[dict[str, Any], dict[str, int]]:
         """Operands and integers of the call, by the plan's names."""
         buffers: dict[str, Any] = {"query": self.pack(operands.query), "key": operands.key, "value": operands.value}
         integers = self.integers()
         if self.problem.has_sinks:
             buffers["sinks"] = operands.sinks.astype(jnp.float32)
         if self.mask_kind in ("intervals", "ids"):
-            buffers |= self.mask_buffers(operands)
+            buffers |= self.mask_buffers(operands, driver)
             integers["interval_stride"] = self.seen.query_length if buffers["lo"].shape[0] > 1 else 0
         elif (first_seen := self.seen_by_band()[0]) > 0:
             buffers["value"] = operands.value.at[:, :first_seen].set(0)

@@ -92,7 +92,7 @@ def forward_call(
     """The problem as the kernel takes it; `tiles`, `policy` and `packed` as for `hopper_forward`."""
     tiles = tiles or tiles_of(problem)
     packed = is_packed(problem, tiles) if packed is None else packed
-    return ForwardCall(problem, tiles.rows, tiles.key_tile, HOPPER, policy=policy, packed=packed)
+    return ForwardCall(problem, tiles.rows, tiles.key_tile, HOPPER, policy=policy, packed=packed, hides_tiles=True)
 
 
 def describe(problem: AttentionProblem) -> list[tuple[str, str]]:
@@ -133,6 +133,6 @@ def hopper_forward(
         return empty_results(problem, operands)
     call = forward_call(problem, tiles, policy, packed)
     plan = plan_of(problem, tiles, policy, packed)
-    buffers, integers = call.arguments(operands)
+    buffers, integers = call.arguments(operands, driver)
     results = launch(plan, buffers, call.results(), integers, softmax_floats(problem), driver=driver)
     return call.unpack(results["out"]), call.unpack(results["lse"])

@@ -7,10 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_fa4.ffi.launch import CUDA_DRIVER, launch
 from jax_fa4.ffi.preprocess import padded_length
+from jax_fa4.kernels.planning_plans import hide_rows_plan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import WorkTable, later_items
-from jax_fa4.schedule.tiles import tile_bounds
+from jax_fa4.schedule.tiles import Intervals, tile_bounds
+
+VECTOR_BYTES = 16
 
 
 def zero_unseen(is_seen: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -19,6 +23,42 @@ def zero_unseen(is_seen: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         return arrays
     seen = jnp.asarray(is_seen)
     return tuple(jnp.where(seen.reshape(seen.shape + (1,) * (one.ndim - 2)), one, 0) for one in arrays)
+
+
+def hide_unseen(
+    rows: Intervals, others: Intervals, tile_rows: int, tiles: int, *tensors: jax.Array, driver: str = CUDA_DRIVER
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Tensors to read in place of others where these have rows that take no part, which may be NaN.
+
+    Args:
+      rows: what each row of the tensors sees, or is seen by.
+      others: the reverse, in rows.
+      tile_rows: rows of a tile, at most 256.
+      tiles: how many tiles of each batch row are asked for, from the first.
+      tensors: one or two (B, rows, heads, dim), whole vectors of 16 bytes a row.
+      driver: the driver library that launches the kernel.
+
+    Returns:
+      For each tensor one of its shape, which holds something only where the flags, int32 (B, tiles), are 1: zeros in
+      place of rows that take no part.
+    """
+    batch = tensors[0].shape[0]
+    if not isinstance(rows.lo, jax.Array) and (rows.lo < rows.hi).all():
+        return tensors, jnp.zeros((batch, tiles), jnp.int32)
+    lo, hi, other_lo, other_hi = (jnp.asarray(one) for one in (rows.lo, rows.hi, others.lo, others.hi))
+    integers = {
+        **{"length": lo.shape[1], "others": other_lo.shape[1], "tile_rows": tile_rows, "tiles": tiles, "batch": batch},
+        "interval_stride": lo.shape[1] if lo.shape[0] > 1 else 0,
+        "other_stride": other_lo.shape[1] if other_lo.shape[0] > 1 else 0,
+    }
+    operands = {"lo": lo, "hi": hi, "other_lo": other_lo, "other_hi": other_hi}
+    results = {"flags": jax.ShapeDtypeStruct((batch, tiles), jnp.int32)}
+    for number, tensor in enumerate(tensors):
+        integers[f"vectors_{number}"] = tensor.shape[2] * tensor.shape[3] * tensor.dtype.itemsize // VECTOR_BYTES
+        operands[f"tensor_{number}"] = tensor
+        results[f"hidden_{number}"] = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+    found = launch(hide_rows_plan("sm_90a", len(tensors)), operands, results, integers, driver=driver)
+    return tuple(found[f"hidden_{number}"] for number in range(len(tensors))), found["flags"]
 
 
 def whole_ids(problem: AttentionProblem, operands: AttentionOperands) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,15 @@ from jax_fa4 import emulator
 from jax_fa4.blockwise import blockwise
 from jax_fa4.cost import ARCHITECTURES as COSTS
 from jax_fa4.dispatch import Target, current_target
-from jax_fa4.ffi import blackwell_backward, blackwell_forward, hopper_backward, hopper_forward, launch, planning
+from jax_fa4.ffi import (
+    blackwell_backward,
+    blackwell_forward,
+    hopper_backward,
+    hopper_forward,
+    launch,
+    merge_parts,
+    planning,
+)
 from jax_fa4.ffi.preprocess import padded_length
 from jax_fa4.kernels.plan import Architecture, KernelPlan, architecture_for, architectures_for
 from jax_fa4.problem import NO_GRIDS, AttentionOperands, AttentionProblem, PlannedGrids
@@ -230,11 +238,22 @@ class AttentionKernels:
           LaunchError: the problem is too large for a grid.
         """
         target = current_target()
-        run = functools.partial(kernels_of(target).forward, driver=self.driver(target))
-        split = split_of(problem, target)
-        grids = kernels_of(target).grids(problem) if split.is_whole and not problem.is_empty else NO_GRIDS
-        problem, operands = self._planned(problem, operands, grids, target)
-        return run_split(run, problem, operands, split)
+        kernels, split = kernels_of(target), split_of(problem, target)
+
+        def run(problem: AttentionProblem, operands: AttentionOperands) -> Pair:
+            if not problem.is_empty:
+                problem, operands = self._planned(problem, operands, kernels.grids(problem), target)
+            return kernels.forward(problem, operands, driver=self.driver(target))
+
+        merge = None
+        architecture = architecture_for(capability_of(target) or (0, 0))
+        if not split.is_whole and architecture is not None and merge_parts.is_available(problem, architecture.name):
+            merge = functools.partial(
+                merge_parts.merge_parts, architecture=architecture.name, driver=self.driver(target)
+            )
+            if problem.has_segment_ids or problem.has_query_lengths:
+                problem, operands = self._planned(problem, operands, NO_GRIDS, target)
+        return run_split(run, problem, operands, split, merge)
 
     def backward(
         self,

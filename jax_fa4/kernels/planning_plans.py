@@ -1,13 +1,25 @@
-"""Plans of the two kernels that plan a mask on the device."""
+"""Plans of the small kernels around attention: planning of masks, rows that nobody sees, and parts of the keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jax_fa4.kernels.plan import Extent, KernelPlan, Parameter, Role, SharedBuffer, general_architectures
+from jax_fa4.kernels.plan import (
+    HEAD_DIMS,
+    Extent,
+    KernelPlan,
+    Parameter,
+    PlanError,
+    Role,
+    SharedBuffer,
+    general_architectures,
+)
 
 MOST_COLUMNS = 1 << 18  # three words of shared memory for 32 columns: 96 KiB
 MOST_BATCH, MOST_SECTIONS = 1024, 2048
+HIDE_WARPS = 8  # a thread for each row of a tile
+MERGE_WARPS = 4
+MERGED_DTYPES = ("bfloat16", "float16")
 SIDES = ("query", "key")
 ROW_RESULTS = ("lo", "hi", "exact", "bounds", "clocks")
 ROW_INTEGERS = (
@@ -90,3 +102,67 @@ def bundled_plans() -> Iterator[KernelPlan]:
         yield rows_plan(architecture, ids=False, lengths=True)
         yield rows_plan(architecture, ids=True, lengths=True)
         yield order_plan(architecture)
+        for dtype in MERGED_DTYPES:
+            for value_dim in HEAD_DIMS:
+                yield merge_parts_plan(architecture, dtype, value_dim, sinks=False)
+    for tensors in (1, 2):
+        yield hide_rows_plan("sm_90a", tensors)
+
+
+def hide_rows_plan(architecture: str, tensors: int) -> KernelPlan:
+    """Copies of as many tensors of the same rows, in which rows that take no part are zeros."""
+    operands = tuple(f"tensor_{number}" for number in range(tensors))
+    results = tuple(f"hidden_{number}" for number in range(tensors))
+    intervals = ("lo", "hi", "other_lo", "other_hi")
+    sizes = ("length", "others", "tile_rows", "interval_stride", "other_stride")
+    vectors = tuple(f"vectors_{number}" for number in range(tensors))
+    return KernelPlan(
+        kernel="hide_rows",
+        architecture=architecture,
+        source="jax_fa4.kernels.hide_rows",
+        options=(("tensors", tensors),),
+        operands=(*operands, *intervals),
+        results=(*results, "flags"),
+        integers=(*sizes, *vectors, "tiles", "batch"),
+        parameters=(
+            *(Parameter("operand", name) for name in operands),
+            *(Parameter("result", name) for name in results),
+            *(Parameter("operand", name) for name in intervals),
+            Parameter("result", "flags"),
+            *(Parameter("int32", name) for name in (*sizes, *vectors)),
+        ),
+        grid=(Extent((("tiles", 1),)), Extent((("batch", 1),)), Extent()),
+        roles=(Role("rows", HIDE_WARPS),),
+        shared=(
+            SharedBuffer("seen", HIDE_WARPS * 32 * 4, alignment=4),
+            SharedBuffer("found", 3 * 4, alignment=4),
+        ),
+    )
+
+
+def merge_parts_plan(architecture: str, dtype: str, value_dim: int, *, sinks: bool) -> KernelPlan:
+    """The mean of parts of the keys, weighted by their log-sum-exps. Raises PlanError on other widths."""
+    if dtype not in MERGED_DTYPES or value_dim % 8 or not 0 < value_dim <= 256:
+        raise PlanError(
+            f"merge_parts: dtype {dtype!r} with value_dim {value_dim}; it takes {' and '.join(MERGED_DTYPES)} with "
+            "multiples of 8 up to 256."
+        )
+    operands = ("parts_out", "parts_lse", *(["sinks"] if sinks else []))
+    sizes = ("rows", "parts", "queries", "heads", "group")
+    return KernelPlan(
+        kernel="merge_parts",
+        architecture=architecture,
+        source="jax_fa4.kernels.merge_parts",
+        options=(("dtype", dtype), ("value_dim", value_dim), ("sinks", sinks)),
+        operands=operands,
+        results=("out", "lse"),
+        integers=sizes,
+        parameters=(
+            *(Parameter("operand", name) for name in operands),
+            Parameter("result", "out"),
+            Parameter("result", "lse"),
+            *(Parameter("int32", name) for name in sizes),
+        ),
+        grid=(Extent((("rows", MERGE_WARPS),)), Extent(), Extent()),
+        roles=(Role("rows", MERGE_WARPS),),
+    )

@@ -42,6 +42,7 @@ from cutlass.utils import hopper_helpers
 
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring, Turns
+from jax_fa4.kernels.parts.memory import read
 from jax_fa4.kernels.parts.rounding import round_pair
 from jax_fa4.kernels.parts.softmax_row import SoftmaxRows, cap
 from jax_fa4.kernels.parts.tile_mask import SegmentIds, hide, hide_other_ids
@@ -169,10 +170,10 @@ def _tiles_of(tensor_map: cute.CopyAtom, buffer: cute.Tensor, rows: int, head: I
 class Load:
     """Warp 0: the query tile once, then keys and values through their rings, the keys one step ahead."""
 
-    def __init__(self, context: Context, maps: tuple[cute.CopyAtom, ...], kv_head: Int32) -> None:
+    def __init__(self, context: Context, maps: tuple[Any, ...], hidden_tiles: Any, kv_head: Int32) -> None:
         shape, item = context.shape, context.item
-        self.context = context
-        self.query_map, self.key_map, self.value_map = maps
+        self.context, self.hidden_tiles = context, hidden_tiles
+        self.query_map, self.key_map, self.value_map, self.hidden_map = maps
         self.query = _tiles_of(self.query_map, context.query, GROUP_ROWS, item.head, item.batch)
         self.key = _tiles_of(self.key_map, context.key, shape.key_tile, kv_head, item.batch)
         self.value = _tiles_of(self.value_map, context.value, shape.key_tile, kv_head, item.batch)
@@ -189,8 +190,8 @@ class Load:
         if steps > 0:
             for step in cutlass.range(1, steps, 1, unroll=1):
                 self.load_step(self.key_map, self.key, self.context.keys, step)
-                self.load_step(self.value_map, self.value, self.context.values, step - 1)
-            self.load_step(self.value_map, self.value, self.context.values, steps - 1)
+                self.load_values(step - 1)
+            self.load_values(steps - 1)
 
     def load_query(self, group: int) -> None:
         """One group's query rows."""
@@ -207,6 +208,18 @@ class Load:
         landed = ring.acquire(step)
         key_tile = self.context.item.key_tile(step)
         cute.copy(tensor_map, tiles[None, key_tile], buffer[None, ring.stage(step)], tma_bar_ptr=landed)
+
+    @cute.jit
+    def load_values(self, step: Any) -> None:
+        """Values of one step: those in which rows that nobody sees are zeros, where the tile has such rows."""
+        if cutlass.const_expr(not self.context.shape.intervals):
+            self.load_step(self.value_map, self.value, self.context.values, step)
+        else:
+            flag = read(self.hidden_tiles, self.context.item.key_tile(step))
+            if cute.arch.make_warp_uniform(flag) == 0:
+                self.load_step(self.value_map, self.value, self.context.values, step)
+            else:
+                self.load_step(self.hidden_map, self.value, self.context.values, step)
 
 
 class Attend:
@@ -404,11 +417,13 @@ class HopperForward:
         key_map: cute.CopyAtom,
         value_map: cute.CopyAtom,
         out_map: cute.CopyAtom,
+        hidden_map: Any,
         lse: cute.Pointer,
         sinks: Any,
         items: Any,
         lo: Any,
         hi: Any,
+        hidden_tiles: Any,
         query_ids: Any,
         key_ids: Any,
         queries: Int32,
@@ -437,6 +452,7 @@ class HopperForward:
             item = WorkItem.read(items, block)
             first_row = Int64(item.batch) * interval_stride
             visible = RowIntervals(queries, lo + first_row, hi + first_row)
+            hidden_tiles += item.batch * cute.ceil_div(keys, shape.key_tile)
         else:
             visible = Band(queries, keys, offset, left, right)
             # Blocks start in the order of x, then y, then z: sections of heads one after the other, each with its
@@ -461,7 +477,8 @@ class HopperForward:
         if this_warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(shape.load_registers)
             if this_warp == 0:
-                Load(context, (query_map, key_map, value_map), item.head // (heads // kv_heads)).run()
+                maps = query_map, key_map, value_map, hidden_map
+                Load(context, maps, hidden_tiles, item.head // (heads // kv_heads)).run()
         else:
             cute.arch.setmaxregister_increase(shape.attend_registers)
             softmax = SoftmaxRows.create(scale_log2, slack)
@@ -510,6 +527,7 @@ class HopperForward:
             self.tensor_map(load, key, shape.key_tile),
             self.tensor_map(load, value, shape.key_tile),
             self.tensor_map(store, out, GROUP_ROWS),
+            self.tensor_map(load, value, shape.key_tile) if shape.intervals else None,
         )
         threads = (1 + shape.groups) * GROUP_THREADS
         self.kernel(*maps, *pointers, *integers, *floats).launch(
@@ -526,7 +544,7 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
     tensors = (pointer(forward.shape.dtype, 16),) * 4
     sinks = pointer(Float32, 4) if forward.shape.has_sinks else None
-    table = (pointer(Int32, 4),) * 3 if forward.shape.intervals else (None,) * 3
+    table = (pointer(Int32, 4),) * 4 if forward.shape.intervals else (None,) * 4
     ids = (pointer(Int32, 4),) * 2 if forward.shape.has_ids else (None,) * 2
     pointers = (pointer(Float32, 4), sinks, *table, *ids)
     return forward.host, (tensors, pointers, (Int32(1),) * 9, (Float32(1.0),) * 3)

@@ -71,27 +71,33 @@ def padded_head_dim(head_dim: int, name: str = "head_dim") -> int:
     raise PlanError(f"{name} is {head_dim}; the Hopper kernel takes multiples of 8 up to {max(FORWARD_TILES)}.")
 
 
-def _tensor_maps(dtype: str, head_dim: int, tiles: Tiles) -> tuple[TensorMap, ...]:
+def _tensor_maps(dtype: str, head_dim: int, tiles: Tiles, is_table: bool) -> tuple[TensorMap, ...]:
     """(head or value dim, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by a copy's rows.
 
     What a box has beyond the tensor is filled with zeros, or not written: so dims below the kernel's are padded.
     """
     box_columns = 64 if head_dim % 64 == 0 else 32
+    value = ("value_dim", "value_head_bytes", "key", "kv_heads", tiles.key_tile)
     return tuple(
         TensorMap(
             name=name,
             buffer=name,
             element=dtype,
             extents=(dim, f"{side}_length", heads, "batch"),
-            strides_bytes=(f"{name}_row_bytes", head_bytes, f"{name}_batch_bytes"),
+            strides_bytes=(
+                f"{name.removeprefix('hidden_')}_row_bytes",
+                head_bytes,
+                f"{name.removeprefix('hidden_')}_batch_bytes",
+            ),
             box=(box_columns, rows, 1, 1),
             swizzle_bytes=box_columns * DTYPES[dtype],
         )
         for name, dim, head_bytes, side, heads, rows in (
             ("query", "head_dim", "head_bytes", "query", "heads", GROUP_ROWS),
             ("key", "head_dim", "head_bytes", "key", "kv_heads", tiles.key_tile),
-            ("value", "value_dim", "value_head_bytes", "key", "kv_heads", tiles.key_tile),
+            ("value", *value),
             ("out", "value_dim", "value_head_bytes", "query", "heads", GROUP_ROWS),
+            *([("hidden_value", *value)] if is_table else []),
         )
     )
 
@@ -139,12 +145,16 @@ def forward_plan(
     operands = ["query", "key", "value"]
     if sinks:
         operands.append("sinks")
-    if mask in ("intervals", "ids"):
-        operands += ["item_table", "lo", "hi"]
+    pointers = operands[3:]
+    is_table = mask in ("intervals", "ids")
+    if is_table:
+        pointers += ["item_table", "lo", "hi", "hidden_tiles"]
+        operands += [*pointers[-4:], "hidden_value"]
     if mask == "ids":
-        operands += ["query_ids", "key_ids"]
+        pointers += ["query_ids", "key_ids"]
+        operands += pointers[-2:]
     grid = (Extent((("section_heads", 1),)), Extent((("query_length", tiles.rows),)), Extent((("sections", 1),)))
-    if mask in ("intervals", "ids"):
+    if is_table:
         grid = (Extent((("items", 1),)), Extent(), Extent())
     return KernelPlan(
         kernel="forward",
@@ -166,8 +176,9 @@ def forward_plan(
         floats=FLOATS,
         parameters=(
             *(Parameter("tensor_map", name) for name in ("query", "key", "value", "out")),
+            *([Parameter("tensor_map", "hidden_value")] if is_table else []),
             Parameter("result", "lse"),
-            *(Parameter("operand", name) for name in operands[3:]),
+            *(Parameter("operand", name) for name in pointers),
             *(Parameter("int32", name) for name in SCALARS),
             *(Parameter("float32", name) for name in FLOATS),
         ),
@@ -176,7 +187,7 @@ def forward_plan(
             Role("load", WARPS_PER_GROUP, load_registers),
             Role("attend", tiles.groups * WARPS_PER_GROUP, attend_registers),
         ),
-        tensor_maps=_tensor_maps(dtype, head_dim, tiles),
+        tensor_maps=_tensor_maps(dtype, head_dim, tiles, is_table),
         shared=(
             SharedBuffer("query", GROUP_ROWS * row_bytes, tiles.groups, alignment=1024),
             SharedBuffer("staged_out", GROUP_ROWS * row_bytes, tiles.groups, alignment=1024, over="query"),

@@ -136,7 +136,7 @@ def test_few_queries_of_a_group_share_a_tile(length: int, options: dict[str, Any
     """A step of decoding: 16 query heads over 2, in fewer waves of items than one for each query head."""
     emulator.statistics()
     check(draw(12, (17, length, 16, 64), 100, 2, "bfloat16"), **options)
-    assert [one["grid"] for one in emulator.statistics()] == [[34, 1, 1]]
+    assert emulator.statistics()[-1]["grid"] == [34, 1, 1]  # after kernels that prepare the mask
 
 
 @needs_compiler
