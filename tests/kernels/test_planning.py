@@ -37,15 +37,15 @@ def grids_of(rule: MaskRule, batch: int, heads: tuple[int, int], tiles: tuple[in
 
 
 def check(
-    rule: MaskRule, masks: MaskOperands, grids: PlannedGrids, architecture: str, batch: int | None = None
+    rule: MaskRule, masks: MaskOperands, grids: PlannedGrids, architecture: str, driver: str = "emulator"
 ) -> None:
     """Kernels against NumPy, where the same ids are known."""
-    batch = batch or next(len(one) for one in masks if one is not None)
+    batch = next(len(one) for one in masks if one is not None)
     traced = MaskOperands(*(None if one is None else jnp.asarray(one) for one in masks))
     assert planning.why_not(rule, batch, traced, grids, architecture) is None
-    found = jax.jit(
-        lambda masks: planning.plan(rule, batch, masks, grids, architecture=architecture, driver="emulator")
-    )(traced)
+    found = jax.jit(lambda masks: planning.plan(rule, batch, masks, grids, architecture=architecture, driver=driver))(
+        traced
+    )
     wanted = query_intervals(rule, masks), key_intervals(rule, masks)
     for mine, intervals in zip(found[:2], wanted, strict=True):
         for name, one, other in zip(intervals._fields, mine, intervals, strict=True):
@@ -140,6 +140,21 @@ def test_any_ids(query_ids: np.ndarray, key_ids: np.ndarray, is_causal: bool, wi
     emulator.set_options(arch="9.0", check_uninitialized=True, check_races=True)
     rule = MaskRule(150, 210, is_causal=is_causal, window=window, diagonal_offset=60)
     check(rule, MaskOperands(query_ids, key_ids), grids_of(rule, 2, (2, 1), (64, 48)), "sm_90a")
+
+
+def test_maps_leave_it_to_xla() -> None:
+    """Each mapped mask has tables of its own."""
+    launch.declare_driver("emulator", str(emulator.library_path()), takes_ptx=True)
+    emulator.set_options(arch="9.0")
+    rule = MaskRule(100, 100, is_causal=True)
+    grids, ids = grids_of(rule, 2, (2, 2), (64, 32)), jnp.asarray(ids_of("any order", 6, 100).reshape(3, 2, 100))
+
+    def plan(ids: jax.Array) -> Any:
+        return planning.plan(rule, 2, MaskOperands(ids, ids), grids, architecture="sm_90a", driver="emulator")
+
+    mapped = jax.jit(jax.vmap(plan))(ids)
+    apart = [planning.formula(rule, 2, MaskOperands(one, one), grids) for one in ids]
+    jax.tree.map(np.testing.assert_array_equal, mapped, jax.tree.map(lambda *one: jnp.stack(one), *apart))
 
 
 def test_what_is_left_to_xla() -> None:

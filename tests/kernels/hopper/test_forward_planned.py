@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_fa4
-from jax_fa4 import arguments
+from jax_fa4 import arguments, emulator
 from tests.kernels.forward_checks import compare, draw
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -66,6 +66,25 @@ def test_gradients_by_a_plan_are_those_by_ids(implementation: str) -> None:
     for planned, raw in zip(gradient(*tensors, plan), gradient(*tensors, ids), strict=True):
         difference = jnp.abs(planned.astype(jnp.float32) - raw.astype(jnp.float32)).max()
         assert difference <= 2.0**-7 * jnp.abs(raw).max()  # sums of query gradients come in any order
+
+
+def test_two_kernels_plan_a_mask_and_none_sorts() -> None:
+    """A model's layers then launch one more each, which copies tiles that hold padding."""
+    tensors = draw(23, (2, LENGTH, HEADS[0], HEAD_DIM), LENGTH, HEADS[1], "bfloat16")
+    options: dict[str, Any] = {"is_causal": True, "implementation": "emulated"}
+
+    @jax.jit
+    def run(ids: jax.Array, *tensors: jax.Array) -> list[jax.Array]:
+        plan = jax_fa4.plan_segments(ids, heads=HEADS, head_dim=HEAD_DIM, **options)
+        return [jax_fa4.attention(*tensors, segment_ids=plan, **options) for _ in range(2)]
+
+    ids = jnp.asarray(packed_ids())
+    assert "sort(" not in run.lower(ids, *tensors).compile().as_text()
+    emulator.statistics()
+    jax.block_until_ready(run(ids, *tensors))
+    names = [one["kernel"].split("kernels", 1)[1] for one in emulator.statistics()]
+    kinds = ("plan_rows", "plan_order", "hide_rows", "hopperforward")
+    assert [sum(kind in name for name in names) for kind in kinds] in ([1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 2])
 
 
 def test_tables_of_another_device_are_refused() -> None:
