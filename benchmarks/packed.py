@@ -279,7 +279,9 @@ def planning(settings: Settings, console: Console) -> Iterator[dict[str, Any]]:
         def next_ids(ids: jax.Array, options: Mapping[str, Any]) -> jax.Array:
             """The same ids, after all of a plan is known."""
             plan = jax_fa4.plan_segments(ids, is_causal=True, **options)
-            known = [jnp.min(leaf.astype(jnp.int32)) for leaf in jax.tree.leaves(plan)]
+            # The barrier keeps the whole plan alive, of which one number each is read.
+            leaves = jax.lax.optimization_barrier(jax.tree.leaves(plan))
+            known = [leaf.ravel()[0].astype(jnp.int32) for leaf in leaves]
             return ids + jnp.minimum(functools.reduce(jnp.minimum, known) + 2, 0)
 
         starts = {
