@@ -51,7 +51,7 @@ SETUP = f"""
   mov.u32 %r1, %tid.x; ld.param.u64 %rd1, [out]; mul.wide.u32 %rd2, %r1, 16; add.s64 %rd1, %rd1, %rd2;
   mov.u32 %r2, words; mad.lo.u32 %r3, %r1, 4, %r2; mad.lo.u32 %r4, %r1, 16, %r2; mov.u32 %r5, 0; mov.u32 %r6, 1;
   mov.u32 %r7, 2; mov.u32 %r8, 3; mov.u32 %r9, 4; mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f3F800001;
-  mov.f32 %f3, 0f3F000000; mov.b64 %rd3, {{%r6, %r7}}; mov.b64 %rd4, {{%r8, %r9}}; mov.b64 %rd5, %rd4;
+  mov.f32 %f3, 0f3F000000; mov.b64 %rd3, {{%f1, %f2}}; mov.b64 %rd4, {{%f2, %f3}}; mov.b64 %rd5, %rd4;
   and.b32 %r12, %r1, 31; shl.b32 %r12, %r12, 7; add.s32 %r12, %r12, %r2; setp.ne.s32 %p2, %r1, 0;
   st.shared.v4.b32 [%r4], {{%r6, %r7, %r8, %r9}}; st.shared.v4.b32 [%r4+2048], {{%r6, %r7, %r8, %r9}};
   st.global.v4.b32 [%rd1], {{%r6, %r7, %r8, %r9}}; bar.sync 0;

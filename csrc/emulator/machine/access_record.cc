@@ -36,11 +36,16 @@ Conflict AccessRecord::missing_fence(const History& history, const Actor& actor,
   return {};
 }
 
-// The number of the history that a conflict-free access leaves.
+// The number of the history that a conflict-free access leaves: the old one's if it changes nothing.
 uint32_t AccessRecord::after(uint32_t id, const Actor& actor, bool writes, uint8_t mask) {
   const History& old = histories_[id];
+  const auto is_actor = [&](const Stamp& one) {
+    return one.agent == actor.stamp.agent && one.time == actor.stamp.time;
+  };
   History fresh;
   if (writes) {
+    const bool same_kind = old.asynchronous == actor.asynchronous && old.strong == actor.strong;
+    if (is_actor(old.writer) && same_kind && old.last_bytes == mask && old.readers.empty()) return id;
     fresh.writer = actor.stamp;
     fresh.written = old.written | mask;
     fresh.last_bytes = mask;
@@ -49,7 +54,7 @@ uint32_t AccessRecord::after(uint32_t id, const Actor& actor, bool writes, uint8
     return add(std::move(fresh));
   }
   if (actor.strong) return id;  // a write that follows is strong too, or comes after a flag
-  const VectorClock& happened = actor.knows->happened;
+  if (std::any_of(old.readers.begin(), old.readers.end(), is_actor)) return id;
   fresh.writer = old.writer;
   fresh.written = old.written;
   fresh.last_bytes = old.last_bytes;
@@ -57,6 +62,7 @@ uint32_t AccessRecord::after(uint32_t id, const Actor& actor, bool writes, uint8
   fresh.strong = old.strong;
   fresh.readers.reserve(old.readers.size() + 1);
   // Readers that this one comes after need not be remembered: who is ordered after it is ordered after them.
+  const VectorClock& happened = actor.knows->happened;
   for (const Stamp& one : old.readers)
     if (one.agent != actor.stamp.agent && happened.at(one.agent) < one.time) fresh.readers.push_back(one);
   fresh.readers.push_back(actor.stamp);

@@ -403,11 +403,19 @@ void record_rows(Cta& cta, const GlobalAccess& access, const Knowledge& knows, c
   });
 }
 
+// A swizzle keeps 16 bytes together: most runs are so long.
+void copy_run(void* to, const void* from, uint32_t bytes) {
+  if (bytes == 16)
+    std::memcpy(to, from, 16);
+  else
+    std::memcpy(to, from, bytes);
+}
+
 void copy_in(Cta& cta, const Box& box, uint32_t offset) {
   uint8_t* shared = cta.shared.data();
   walk_box(box.map, box.coordinates, offset, [&](const BoxRun& run) {
     if (run.in_bounds)
-      std::memcpy(shared + run.shared_address, reinterpret_cast<const void*>(run.global_address), run.bytes);
+      copy_run(shared + run.shared_address, reinterpret_cast<const void*>(run.global_address), run.bytes);
     else
       fill_out_of_bounds(box.map, shared + run.shared_address, run.bytes);
     convert_loaded(box.map, shared + run.shared_address, run.bytes);
@@ -504,7 +512,7 @@ EMULATOR_HANDLER(execute_tensor_store) {
             if (reduces)
               reduce_elements(reduction, kept->map.element, to, from, run.bytes);
             else
-              std::memcpy(to, from, run.bytes);
+              copy_run(to, from, run.bytes);
           });
         });
   }

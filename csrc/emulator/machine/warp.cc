@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 
 #include "grid.h"
 #include "scheduler.h"
@@ -20,14 +21,16 @@ constexpr size_t kMostSpare = 64;
 // Poison shows where registers that were never written matter. Where that is looked at anyway they may hold anything.
 std::vector<uint32_t> fresh_registers(size_t words, bool are_checked) {
   std::vector<uint32_t> registers;
-  if (!spare_registers.empty()) {
+  const auto fits = [&](const std::vector<uint32_t>& spare) { return spare.size() >= words; };
+  const auto found = std::find_if(spare_registers.begin(), spare_registers.end(), fits);
+  if (found != spare_registers.end()) {
+    std::swap(*found, spare_registers.back());
     registers = std::move(spare_registers.back());
     spare_registers.pop_back();
+  } else if (spare_registers.size() == kMostSpare) {
+    spare_registers.clear();
   }
-  if (are_checked)
-    registers.resize(words, kPoison);
-  else
-    registers.assign(words, kPoison);
+  if (!are_checked || registers.empty()) registers.assign(words, kPoison);
   return registers;
 }
 
@@ -175,12 +178,25 @@ Warp::~Warp() {
   if (spare_registers.size() < kMostSpare) spare_registers.push_back(std::move(registers_));
 }
 
+namespace {
+
+// A plane of 32 words; the places do not overlap, unless they are the same.
+void copy_plane(uint32_t* to, const uint32_t* from) {
+  for (int lane = 0; lane < kLanes; lane += 4) {
+    uint64_t words[2];
+    std::memcpy(words, from + lane, sizeof words);
+    std::memcpy(to + lane, words, sizeof words);
+  }
+}
+
+}  // namespace
+
 void Warp::write(Slot slot, const uint32_t* value, int planes, uint32_t lanes) {
   for (int plane = 0; plane < planes; plane++) {
     uint32_t* to = destination(slot + plane);
     const uint32_t* from = value + plane * kLanes;
     if (lanes == 0xffffffffu) {
-      std::copy(from, from + kLanes, to);
+      copy_plane(to, from);
       continue;
     }
     for (int lane = 0; lane < kLanes; lane++) {

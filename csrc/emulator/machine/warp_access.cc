@@ -112,6 +112,9 @@ uint64_t cycles_by_bank(const uint32_t* offsets, uint32_t lanes, uint32_t bytes)
 }  // namespace
 
 uint64_t extra_shared_cycles(const uint32_t* offsets, uint32_t lanes, uint32_t bytes) {
+  uint32_t apart = ~lanes;
+  for (uint32_t lane = 0; lane < kLanes; lane++) apart |= offsets[lane] ^ (offsets[0] + lane * bytes);
+  if (apart == 0) return 0;
   // Pieces of a lane's size fill a pass without conflict if no two different ones want the same place in it.
   const uint32_t size = std::max(bytes, 4u), places = 128 / size;
   const int lanes_a_pass = static_cast<int>(std::min(places, 32u));
