@@ -194,6 +194,11 @@ def ring_attention(
                 f"jax.jit with a sharded sequence, which gathers keys for a {name}; lengths, windows and segment_ids "
                 "are masks that travel."
             )
+    if isinstance(segment_ids, segments.SegmentPlan):
+        raise TypeError(
+            "segment_ids is a SegmentPlan, which is of whole sequences. Pass this device's share of the ids; what they "
+            f"make of each step along {', '.join(axes)} is found there."
+        )
     call = arguments.read_call(
         query,
         key,

@@ -453,33 +453,47 @@ def _compute(
     return share.forward(*arrays) if direction == "forward" else share.backward(*arrays)
 
 
+def _split_asked_for(static: _Static, mesh: Mesh, arguments: Sequence[Any]) -> tuple[Mesh, Split]:
+    """How a mesh splits a call whose operands lie, or are asked to lie, as `arguments` say."""
+    if mesh.empty or not all(isinstance(x.sharding, NamedSharding) for x in arguments):
+        # Shardings without axes to name: computed whole on every device.
+        devices = np.array(sorted(arguments[0].sharding.device_set, key=lambda device: device.id))
+        mesh = Mesh(devices, ("everything",))
+        specs = dict.fromkeys(static.names, PartitionSpec())
+    else:
+        specs = {name: x.sharding.spec for name, x in zip(static.names, arguments, strict=True)}
+    return mesh, choose_split(static.implementation, static.problem, static.target, dict(mesh.shape), specs)
+
+
+def _placed(static: _Static, mesh: Mesh, split: Split, names: Sequence[str], values: Any) -> tuple[NamedSharding, ...]:
+    """How operands or results lie that are split so."""
+    axes = (split.axes(name, x.shape, static.problem) for name, x in zip(names, values, strict=True))
+    return tuple(NamedSharding(mesh, PartitionSpec(*(one or None for one in own))) for own in axes)
+
+
 def _partition(direction: str) -> Callable[..., Any]:
     """The compiler's question, once shardings are known: what each device computes, and how operands must lie."""
 
-    def answer(static: _Static, mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        arguments, shapes = list(arguments), [tuple(x.shape) for x in arguments]
-        if mesh.empty or not all(isinstance(x.sharding, NamedSharding) for x in arguments):
-            # Shardings without axes to name: computed whole on every device.
-            devices = np.array(sorted(arguments[0].sharding.device_set, key=lambda device: device.id))
-            mesh = Mesh(devices, ("everything",))
-            specs = dict.fromkeys(static.names, PartitionSpec())
-        else:
-            specs = {name: x.sharding.spec for name, x in zip(static.names, arguments, strict=True)}
-        split = choose_split(static.implementation, static.problem, static.target, dict(mesh.shape), specs)
-
-        def place(name: str, shape: Sequence[int]) -> NamedSharding:
-            axes = split.axes(name, shape, static.problem)
-            return NamedSharding(mesh, PartitionSpec(*(one or None for one in axes)))
-
+    def answer(static: _Static, mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
+        mesh, split = _split_asked_for(static, mesh, arguments)
+        shapes = tuple(tuple(x.shape) for x in arguments)
         return (
             mesh,
-            functools.partial(_compute, direction, static, split, tuple(shapes)),
-            tuple(place(name, x.shape) for name, x in zip(static.results, results, strict=True)),
-            tuple(place(name, shape) for name, shape in zip(static.names, shapes, strict=True)),
+            functools.partial(_compute, direction, static, split, shapes),
+            _placed(static, mesh, split, static.results, results),
+            _placed(static, mesh, split, static.names, arguments),
         )
 
     return answer
 
 
-_forward_call.def_partition(partition=_partition("forward"), sharding_rule=_sharding_rule)
-_backward_call.def_partition(partition=_partition("backward"), sharding_rule=_sharding_rule)
+def _infer(static: _Static, mesh: Mesh, arguments: Any, results: Any) -> tuple[NamedSharding, ...]:
+    """What GSPMD, the partitioner before Shardy, asks in place of a rule: how the results will lie."""
+    mesh, split = _split_asked_for(static, mesh, arguments)
+    return _placed(static, mesh, split, static.results, results)
+
+
+for _call, _direction in ((_forward_call, "forward"), (_backward_call, "backward")):
+    _call.def_partition(
+        partition=_partition(_direction), infer_sharding_from_operands=_infer, sharding_rule=_sharding_rule
+    )

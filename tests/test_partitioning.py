@@ -179,6 +179,42 @@ def test_operands_placed_at_random_equal_one_device():
         jax.tree.map(assert_close, got, want)
 
 
+PLACES = [P(), P("x"), P(None, "x"), P(None, None, "x"), P(None, None, None, "x")]
+
+
+@needs_devices
+@pytest.mark.parametrize("odd", ["query", "key", "value", "grad_out"])
+@pytest.mark.parametrize("common", [P("x"), pytest.param(P(None, None, "x"), marks=pytest.mark.slow)], ids=str)
+def test_one_operand_that_lies_elsewhere_is_all_that_moves(common, odd):
+    """Each operand in every place while the others agree: its own share crosses devices once, in each direction that
+    has it; a query that is split by sequence makes a ring, and nothing is gathered for it."""
+    devices, names = 4, ("query", "key", "value", "grad_out")
+    mesh = mesh_of(x=devices)
+    operands, grad_out = inputs(8, kv_heads=4, head_dim=8)
+    run = results_and_gradients("blockwise", is_causal=True)
+    want = run(list(operands), grad_out)
+    share = operands[0].nbytes // devices
+    for spec in PLACES:
+        placed = [
+            place(mesh, [x], spec if name == odd else common)[0]
+            for name, x in zip(names, (*operands, grad_out), strict=True)
+        ]
+        program = run.lower(placed[:3], placed[3]).compile()
+        jax.tree.map(assert_close, program(placed[:3], placed[3]), want)
+        moved = {
+            kind: sum(one.bytes for one in transfers) for kind, transfers in collectives(program.as_text()).items()
+        }
+        if spec in (P(), common):
+            assert moved == {}
+        elif odd != "query":
+            assert moved == {"all-to-all": share}
+        elif spec == P(None, "x"):
+            assert set(moved) == {"collective-permute", "all-to-all"}
+            assert moved["all-to-all"] == 5 * share  # key, value and cotangent there, two gradients back
+        else:  # there it decides, and the others follow; where nothing is split it follows them, and its results
+            assert moved == {"all-to-all": 3 * share}
+
+
 @needs_devices
 def test_shared_operands_under_shard_map_have_summed_gradients():
     """With check_vma: keys, a scale and sinks that all devices share beside queries that are split."""
@@ -324,6 +360,41 @@ def test_pairs_of_axes_are_disjoint():
         _, split = split_of(list(specs), sizes, kv_heads=8)
         used = (*split.batch, *split.sequence, *split.heads)
         assert len(used) == len(set(used)) == 1
+
+
+@pytest.fixture
+def without_shardy():
+    """GSPMD, the partitioner before Shardy, which JAX can still be told to use."""
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", True)
+
+
+@needs_devices
+@pytest.mark.usefixtures("without_shardy")
+@pytest.mark.parametrize("spec", [P("x", None, "y"), P(None, ("x", "y"))], ids=str)
+def test_the_partitioner_before_shardy_is_right_too(spec):
+    """It asks where results lie instead of reading a rule; without an answer it ended the process."""
+    mesh = mesh_of(x=2, y=2)
+    operands, grad_out = inputs(9)
+    run = results_and_gradients("blockwise", is_causal=True)
+    got = run(place(mesh, operands, spec), place(mesh, [grad_out], spec)[0])
+    jax.tree.map(assert_close, got, run(list(operands), grad_out))
+
+
+@needs_devices
+def test_a_mesh_that_cannot_be_honoured_says_which_axis_and_what_to_do(monkeypatch):
+    """The compiler asks late; its error still has our sentence, with the mesh, the axis and the remedy."""
+    operands, _ = inputs(10)
+    only_whole = "batch 1 is not taken; pass implementation='reference'."
+    blockwise = dispatch.load("blockwise")
+    monkeypatch.setattr(type(blockwise), "why_not", lambda self, problem, _: only_whole if problem.batch == 1 else None)
+    dispatch.why_not.cache_clear()
+    with pytest.raises(Exception, match=r"the share of a device of the mesh \(data: 4\).* batch by \('data',\).* pass"):
+        jax.jit(lambda *x: jax_fa4.attention(*x, implementation="blockwise"))(
+            *place(mesh_of(data=4), operands, P("data"))
+        )
+    dispatch.why_not.cache_clear()
 
 
 @needs_devices

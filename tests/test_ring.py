@@ -360,6 +360,8 @@ def test_bad_input_names_the_argument():
     for name in ("bias", "mask"):
         with pytest.raises(NotImplementedError, match=rf"{name} has a column .* along sequence\. Call attention under"):
             run(q, k, v, **{name: jnp.zeros((1, 1, 6, 6))})
+    with pytest.raises(TypeError, match=r"SegmentPlan.*Pass this device's share of the ids.*along sequence"):
+        run(q, k, v, segment_ids=jax_fa4.plan_segments(jnp.zeros((2, 6), jnp.int32)))
     with pytest.raises(ValueError, match=r"key_value_seq_lengths holds 7\. .* from 0 to 6 are accepted"):
         run(q, k, v, key_value_seq_lengths=[7, 1])
     with pytest.raises(ValueError, match="A multiple of 8 is accepted"):

@@ -15,10 +15,10 @@ from jax_fa4 import arguments
 from jax_fa4.ffi.launch import TARGET
 from tests.kernels.forward_checks import compare, draw
 from tests.kernels.gradient_checks import check_gradients
-from tests.programs import collectives
+from tests.programs import BYTES, collectives
 
 AXIS = "devices"
-BATCH, SEQUENCE, HEADS = P(AXIS), P(None, AXIS), P(None, None, AXIS)
+WHOLE, BATCH, SEQUENCE, HEADS = P(), P(AXIS), P(None, AXIS), P(None, None, AXIS)
 IDS = np.repeat([[0, 1, 2, 7, -1], [3, 0, 5, 5, 9]], 64, axis=1).astype(np.int32)
 
 # What is split, shapes (B, T, N, D), keys and KV heads, options, and the kinds of transfers that a pass may have.
@@ -61,9 +61,9 @@ def cotangent(call: arguments.Call) -> jax.Array:
 
 
 def check_under_jit(
-    case: str, devices: int, implementation: str | None, wholly: str = "", dtype: str = "bfloat16"
+    case: str, devices: int, implementation: str | None, odd: str = "", elsewhere: P = WHOLE, dtype: str = "bfloat16"
 ) -> None:
-    """A case under plain jit; the operand named `wholly` is on every device, whatever the others are."""
+    """A case under plain jit; the operand named `odd` lies `elsewhere` than the others, and is all that is moved."""
     spec, shape, key_length, kv_heads, options, kinds = JIT_CASES[case]
     tensors, mesh = draw(1, shape, key_length, kv_heads, dtype), mesh_of(devices)
     call = arguments.read_call(*tensors, **options)
@@ -79,17 +79,22 @@ def check_under_jit(
 
     names = ("query", "key", "value", "grad_out")
     given = [
-        placed(mesh, x, P() if name == wholly else spec) for name, x in zip(names, (*tensors, grad_out), strict=True)
+        placed(mesh, x, elsewhere if name == odd else spec) for name, x in zip(names, (*tensors, grad_out), strict=True)
     ]
     program = run.lower(*given).compile()
     text = program.as_text()
     assert TARGET in text
-    if not wholly:
-        assert set(collectives(text)) == kinds
+    moved = collectives(text)
+    if not odd:
+        assert set(moved) == kinds
+    elif elsewhere != WHOLE:
+        (transfer,) = (one for kind in set(moved) - kinds for one in moved[kind])
+        (dtype,) = transfer.dtypes  # on CPU devices XLA sends bfloat16 as float32
+        assert transfer.bytes // BYTES[dtype] == dict(zip(names, given, strict=True))[odd].size // devices
     (out, lse), gradients = program(*given)
     compare(call, out, lse)
     check_gradients(gradients, call, grad_out, jnp.zeros_like(lse))
-    if not wholly:
+    if not odd:
         for result, like in ((out, given[0]), *zip(gradients, given[:3], strict=True)):
             assert result.sharding.is_equivalent_to(like.sharding, result.ndim), (result.sharding, like.sharding)
 

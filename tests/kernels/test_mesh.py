@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.kernels import mesh_checks
 
@@ -22,15 +23,24 @@ def test_under_jit(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "wholly"),
+    ("case", "odd", "elsewhere"),
     [
-        ("heads", "key"),
-        pytest.param("batch", "grad_out", marks=pytest.mark.slow),
-        pytest.param("sequence", "query", marks=pytest.mark.slow),
+        ("heads", "key", mesh_checks.SEQUENCE),
+        *(
+            pytest.param(case, odd, elsewhere, marks=pytest.mark.slow)
+            for case, odd, elsewhere in (
+                ("heads", "value", mesh_checks.WHOLE),
+                ("heads", "grad_out", mesh_checks.SEQUENCE),
+                ("batch", "value", mesh_checks.HEADS),
+                ("batch", "grad_out", mesh_checks.WHOLE),
+                ("sequence", "query", mesh_checks.WHOLE),
+            )
+        ),
     ],
+    ids=str,
 )
-def test_operands_that_disagree(case: str, wholly: str) -> None:
-    mesh_checks.check_under_jit(case, 2, "emulated", wholly)
+def test_operands_that_disagree(case: str, odd: str, elsewhere: P) -> None:
+    mesh_checks.check_under_jit(case, 2, "emulated", odd, elsewhere)
 
 
 @pytest.mark.parametrize(

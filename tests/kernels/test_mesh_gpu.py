@@ -24,10 +24,10 @@ def test_under_jit(case: str) -> None:
     mesh_checks.check_under_jit(case, 2, None)
 
 
-@pytest.mark.parametrize("wholly", ["query", "key", "value", "grad_out"])
+@pytest.mark.parametrize("odd", ["query", "key", "value", "grad_out"])
 @pytest.mark.parametrize("case", ["batch", "heads", "sequence"])
-def test_operands_that_disagree(case: str, wholly: str) -> None:
-    mesh_checks.check_under_jit(case, 2, None, wholly)
+def test_operands_that_disagree(case: str, odd: str) -> None:
+    mesh_checks.check_under_jit(case, 2, None, odd)
 
 
 @pytest.mark.parametrize("case", mesh_checks.RING_CASES)

@@ -35,6 +35,15 @@ for content_hash in sys.argv[2:]:
 """
 
 
+def launch_is_built() -> bool:
+    """Whether the compiled part of the package is there."""
+    try:
+        launch.native()
+    except ImportError:
+        return False
+    return True
+
+
 def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     out = jax_fa4.attention(query, key, value, is_causal=True, implementation="fa4")
     return jnp.sum(out.astype(jnp.float32) ** 2)
@@ -48,8 +57,9 @@ def exported(function: object) -> export.Exported:
             jax_fa4.explain(shape, shape, shape, is_causal=True, implementation="fa4").problem,
             dispatch.current_target(),
         )
-        if reason is not None:
+        if reason is not None and not launch_is_built():
             pytest.skip(reason)
+        assert reason is None, reason
         return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=jax_fa4.export_disabled_checks())(
             shape, shape, shape
         )
@@ -64,9 +74,8 @@ def test_exported_for_a_gpu_that_is_not_here_and_loaded_elsewhere(function, tmp_
     hashes = sorted(set(re.findall(r'kernel = "(\w+)"', program.mlir_module())))
     assert hashes
     carried = {facts["content_hash"] for facts in bundle.manifest().values()}
-    if missing := set(hashes) - carried:
-        assert function is not loss, f"the wheel lacks kernels {missing} of the forward pass"
-        pytest.skip(f"the wheel carries no such kernel of the backward pass yet: {missing}")
+    assert len(hashes) == (1 if function is loss else 4)  # the backward's, and those before and after it
+    assert carried >= set(hashes)
     file = tmp_path / "program"
     file.write_bytes(program.serialize(vjp_order=0))
     done = subprocess.run(
