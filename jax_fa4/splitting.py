@@ -298,7 +298,8 @@ def choose_split(
         return WHOLE
     most = min(PARTS_LIMIT, math.ceil(problem.key_length / whole.column_tile))
     counts = range(1, most + 1) if problem.key_splits is None else [problem.key_splits]
-    packings = [False, True] if problem.group_size > 1 and 2 * problem.query_length <= whole.row_tile else [False]
+    # Kernels that would pack heads by themselves take as long, but results in their order must be turned.
+    packings = [True, False] if problem.group_size > 1 and 2 * problem.query_length <= whole.row_tile else [False]
     candidates = [Split(parts, packs) for packs in packings for parts in counts]
     available = {packs: is_taken(problem_of(problem, Split(1, packs))) for packs in packings}
 

@@ -26,6 +26,7 @@ from jax_fa4.schedule.order import Column, WorkGrid, make_table
 from jax_fa4.schedule.tiles import Intervals, MaskOperands, MaskRule, key_intervals, query_intervals
 
 UNBOUNDED = 1 << 30  # no band is wider: beyond any row, and its sum with a row does not overflow
+SHARE_ROWS = 2048  # rows of a block where ids ascend: two for each thread
 TILE = 128  # where no table is wanted
 ORDER_BLOCKS = 264  # two for each multiprocessor of the largest GPU here; blocks walk what there is
 
@@ -110,7 +111,8 @@ def _launch(
     rule: MaskRule, batch: int, masks: MaskOperands, grids: PlannedGrids, architecture: str, driver: str
 ) -> Planned:
     entries = 1 << (2 * max(rule.query_length, rule.key_length) - 1).bit_length()
-    integers = {"batch": batch, "sides": 2, "hash_entries": entries} | _row_integers(rule, grids)
+    shares = -(-max(rule.query_length, rule.key_length) // SHARE_ROWS)
+    integers = {"batch": batch, "sides": 2, "shares": shares, "hash_entries": entries} | _row_integers(rule, grids)
     lengths = {"query": rule.query_length, "key": rule.key_length}
     results: dict[str, jax.ShapeDtypeStruct] = {}
     for side in SIDES:

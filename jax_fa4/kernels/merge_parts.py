@@ -32,11 +32,11 @@ LOG2_E = math.log2(math.e)
 
 
 def _exp2(exponent: Float32) -> Float32:
-    return cute.math.exp2(exponent)  # type: ignore[attr-defined]
+    return cute.math.exp2(exponent, fastmath=True)  # type: ignore[attr-defined]
 
 
 def _log2(value: Float32) -> Float32:
-    return cute.math.log2(value)  # type: ignore[attr-defined]
+    return cute.math.log2(value, fastmath=True)  # type: ignore[attr-defined]
 
 
 class MergeParts:
@@ -80,7 +80,7 @@ class MergeParts:
             if column < self.value_dim:
                 total = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
                 total.fill(0.0)
-                for part in cutlass.range(parts, unroll=8):
+                for part in cutlass.range(parts, unroll=16):
                     place = Int64(part) * stride
                     weight = _exp2((read(lse, place) - highest) * LOG2_E) * factor
                     source = (parts_out + place * self.value_dim + column).align(8)

@@ -72,7 +72,7 @@ class PlanOrder:
         lane = thread % WARP
         for row in cutlass.range(thread // WARP, table.batch, self.threads // WARP, unroll=1):
             heaviest, work = Int32(0), Int64(0)
-            for tile in cutlass.range(lane, table.row_tiles, WARP, unroll=1):
+            for tile in cutlass.range(lane, table.row_tiles, WARP, unroll=4):
                 clocks = read(table.clocks, row * table.row_tiles + tile)
                 heaviest, work = cutlass.max(heaviest, clocks), work + Int64(clocks)
             heaviest = cute.arch.warp_redux_sync(heaviest, "max")
@@ -136,7 +136,7 @@ class PlanOrder:
                 heads_before += cutlass.select_(other_group < group, heads, Int32(0))
                 heads_beside += cutlass.select_(other_group == group, heads, Int32(0))
             first = read(order.places, other) * table.row_tiles
-            for other_tile in cutlass.range(thread % WARP, table.row_tiles, WARP, unroll=1):
+            for other_tile in cutlass.range(thread % WARP, table.row_tiles, WARP, unroll=4):
                 theirs = read(table.clocks, first + other_tile) >> table.dropped
                 is_earlier = (other < place) | ((other == place) & (other_tile < tile))
                 is_before = (theirs > mine) | ((theirs == mine) & is_earlier)

@@ -3,8 +3,9 @@
 The results are those of `jax_fa4.schedule.tiles`: the interval of columns of each row, whether intervals say it all,
 and the column tiles of each row tile; and the clocks of each row tile. Ids may lie in any order.
 
-One block of 1024 threads takes one batch row in one direction: queries as rows and keys as columns (y = 0), or the
-reverse. All that is known of the columns is kept in shared memory, three words for 32 columns:
+Blocks of 1024 threads take shares of the rows of one batch row in one direction: queries as rows and keys as columns
+(y = 0), or the reverse. Each looks at all columns, and at whether all rows are as expected. All that is known of the
+columns is kept in shared memory, three words for 32 columns:
 
     heads    bit c: column c begins a run of equal ids      0 0 0 0 7 7 7 3|3 3 3 ...
     before   the last run that begins before these 32       1 . . . 1 . . 1|. . .
@@ -12,9 +13,10 @@ reverse. All that is known of the columns is kept in shared memory, three words 
 
 Where a column's run begins and ends follows from these without a search. Documents nearly always lie together in
 ascending order and rows and columns have the same ids: this is checked, and then a row sees the run at its own place,
-cut by its band. Else the runs are put in a hash table in global memory, id to first and last column (in which ids of
-one run, in any order, are found at once), and where a band cuts an id of several runs a row walks from run to run to
-the first that has its id. That is linear in rows and columns but for such a walk.
+cut by its band. Else one block takes all rows, since what it finds is for all. It puts the runs in a hash table in
+global memory, id to first and last column (in which ids of one run, in any order, are found at once); where a band cuts
+an id of several runs a row walks from run to run to the first that has its id. That is linear in rows and columns but
+for such a walk.
 """
 
 from __future__ import annotations
@@ -62,6 +64,17 @@ class Side:
     full_clocks: Int32
     partial_clocks: Int32
     overhead: Int32
+    share: Int32  # which share of the row tiles a block takes, of how many
+    shares: Int32
+
+    def tiles(self, is_whole: bool) -> tuple[Int32, Int32]:
+        """The row tiles [begin, end) of this block's share, or all."""
+        count = cute.ceil_div(self.rows, self.row_tile)
+        if is_whole:
+            return Int32(0), count
+        each = cute.ceil_div(count, self.shares)
+        begin = cutlass.min(self.share * each, count)
+        return begin, cutlass.min(begin + each, count)
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,7 @@ class PlanRows:
         words = cute.ceil_div(side.columns, WARP)
         if thread == 0:
             write(flag, 0, Int32(0))
-        for word in cutlass.range(this_warp, words, WARPS, unroll=4):
+        for word in cutlass.range(this_warp, words, WARPS, unroll=8):
             column = word * WARP + lane
             exists = column < side.columns
             value = read(side.column_ids, cutlass.min(column, side.columns - 1))
@@ -184,7 +197,7 @@ class PlanRows:
                 is_head = ((mask >> Uint32(lane)) & Uint32(1)) != Uint32(0)
                 if is_head & (value >= 0) & (value <= exclusive):
                     cute.arch.atomic_max(flag, Int32(1))
-        for row in cutlass.range(thread, side.rows, THREADS, unroll=4):
+        for row in cutlass.range(thread, side.rows, THREADS, unroll=8):
             value = read(side.row_ids, row)
             beside = read(side.column_ids, cutlass.min(row, side.columns - 1))
             if (value >= 0) & ((row >= side.columns) | (value != beside)):
@@ -256,53 +269,79 @@ class PlanRows:
         return lo, hi
 
     @cute.jit
-    def intervals(self, side: Side, runs: Runs, sums: cute.Pointer, flag: cute.Pointer, mask: Int32) -> Int32:
-        """Writes every row's interval; whether they say it all."""
-        thread, _, _ = cute.arch.thread_idx()
+    def plan(self, side: Side, runs: Runs, sums: cute.Pointer, flag: cute.Pointer, mask: Int32) -> None:
+        """Writes the intervals and tiles of this block's rows, and whether intervals say it all."""
         is_scattered = Int32(0)
         if cutlass.const_expr(self.has_ids):
             self.find_runs(side, runs, sums, flag)
             is_scattered = read(flag, 0)
             cute.arch.sync_threads()
-            if is_scattered != 0:
-                self.fill_table(side, runs, mask)
-                if thread == 0:
-                    write(flag, 0, Int32(0))
-                cute.arch.sync_threads()
-        for row in cutlass.range(thread, side.rows, THREADS, unroll=1):
-            lo, hi = self.band(side, row)
-            if cutlass.const_expr(self.has_ids):
-                value = read(side.row_ids, row)
-                if value < 0:
-                    hi = Int32(0)
-                elif is_scattered == 0:
-                    lo, hi = cutlass.max(lo, runs.start(row)), cutlass.min(hi, runs.end(row))
-                elif lo < hi:
-                    lo, hi = self.look_up(side, runs, mask, value, (lo, hi))
-                    if (lo < hi) & (runs.start(cutlass.max(hi - 1, Int32(0))) > lo):
-                        cute.arch.atomic_max(flag, Int32(1))
-            is_empty = lo >= hi
-            write(side.lo, row, cutlass.select_(is_empty, Int32(0), lo))
-            write(side.hi, row, cutlass.select_(is_empty, Int32(0), hi))
-        cute.arch.sync_threads()
-        is_exact = Int32(1)
-        if cutlass.const_expr(self.has_ids):
-            is_exact = cutlass.select_(is_scattered != 0, 1 - read(flag, 0), is_exact)
-        if thread == 0:
-            write(side.exact, 0, Uint8(is_exact))
-        return is_exact
+        if is_scattered == 0:
+            self.write_runs(side, runs)
+            cute.arch.sync_threads()
+            self.write_tiles(side, Int32(1), False)
+        elif side.share == 0:
+            self.look_up_all(side, runs, flag, mask)
+            self.write_tiles(side, 1 - read(flag, 0), True)
 
     @cute.jit
-    def tiles(self, side: Side, is_exact: Int32) -> None:
-        """Writes the column tiles of every row tile, a warp each, and its clocks."""
+    def write_runs(self, side: Side, runs: Runs) -> None:
+        """The intervals of this block's rows, where each sees the run at its own place."""
+        thread, _, _ = cute.arch.thread_idx()
+        begin, end = side.tiles(False)
+        end_row = cutlass.min(end * side.row_tile, side.rows)
+        for row in cutlass.range(begin * side.row_tile + thread, end_row, THREADS, unroll=2):
+            lo, hi = self.band(side, row)
+            if cutlass.const_expr(self.has_ids):
+                at = cutlass.min(row, side.columns - 1)  # rows beyond have no id
+                lo, hi = cutlass.max(lo, runs.start(at)), cutlass.min(hi, runs.end(at))
+                hi = cutlass.select_(read(side.row_ids, row) < 0, Int32(0), hi)
+            self.write_interval(side, row, lo, hi)
+        if (thread == 0) & (side.share == 0):
+            write(side.exact, 0, Uint8(1))
+
+    @cute.jit
+    def look_up_all(self, side: Side, runs: Runs, flag: cute.Pointer, mask: Int32) -> None:
+        """The intervals of all rows by the hash table; leaves 1 in `flag` where one has columns of other ids."""
+        if cutlass.const_expr(not self.has_ids):
+            return
+        thread, _, _ = cute.arch.thread_idx()
+        self.fill_table(side, runs, mask)
+        if thread == 0:
+            write(flag, 0, Int32(0))
+        cute.arch.sync_threads()
+        for row in cutlass.range(thread, side.rows, THREADS, unroll=1):
+            lo, hi = self.band(side, row)
+            value = read(side.row_ids, row)
+            if value < 0:
+                hi = Int32(0)
+            elif lo < hi:
+                lo, hi = self.look_up(side, runs, mask, value, (lo, hi))
+                if (lo < hi) & (runs.start(cutlass.max(hi - 1, Int32(0))) > lo):
+                    cute.arch.atomic_max(flag, Int32(1))
+            self.write_interval(side, row, lo, hi)
+        cute.arch.sync_threads()
+        if thread == 0:
+            write(side.exact, 0, Uint8(1 - read(flag, 0)))
+
+    def write_interval(self, side: Side, row: Any, lo: Int32, hi: Int32) -> None:
+        """One row's columns [lo, hi); 0, 0 where there are none."""
+        is_empty = lo >= hi
+        write(side.lo, row, cutlass.select_(is_empty, Int32(0), lo))
+        write(side.hi, row, cutlass.select_(is_empty, Int32(0), hi))
+
+    @cute.jit
+    def write_tiles(self, side: Side, is_exact: Int32, is_whole: bool) -> None:
+        """The column tiles of this block's row tiles, or of all, a warp each, and their clocks."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % WARP
-        for tile in cutlass.range(thread // WARP, cute.ceil_div(side.rows, side.row_tile), WARPS, unroll=1):
+        begin_tile, end_tile = side.tiles(is_whole)
+        for tile in cutlass.range(begin_tile + thread // WARP, end_tile, WARPS, unroll=1):
             first = tile * side.row_tile
             end_row = cutlass.min(first + side.row_tile, side.rows)
             least_lo, greatest_lo = side.columns, Int32(0)
             least_hi, greatest_hi = side.columns, Int32(0)
-            for row in cutlass.range(first + lane, end_row, WARP, unroll=1):
+            for row in cutlass.range(first + lane, end_row, WARP, unroll=6):
                 lo, hi = read(side.lo, row), read(side.hi, row)
                 least_lo = cutlass.min(least_lo, cutlass.select_(lo < hi, lo, side.columns))
                 greatest_lo, greatest_hi = cutlass.max(greatest_lo, lo), cutlass.max(greatest_hi, hi)
@@ -328,18 +367,26 @@ class PlanRows:
     @cute.kernel
     def kernel(self, ids: Any, lengths: Any, results: Any, table: Any, integers: tuple[Int32, ...]) -> None:
         """The text of the module says who does what."""
-        batch, direction, _ = cute.arch.block_idx()
+        batch, direction, share = cute.arch.block_idx()
+        _, _, shares = cute.arch.grid_dim()
         memory = cutlass.memory.SmemAllocator()
         runs = Runs(*(memory.allocate_array(Int32, self.words) for _ in range(3)))
         sums, flag = memory.allocate_array(Int32, WARPS), memory.allocate_array(Int32, 1)
         for side in cutlass.range_constexpr(2):
             if direction == side:
-                whole = self.side(side, batch, ids, lengths, results, table, integers)
-                is_exact = self.intervals(whole, runs, sums, flag, integers[2] - 1)
-                self.tiles(whole, is_exact)
+                mine = self.side(side, batch, (share, shares), ids, lengths, results, table, integers)
+                self.plan(mine, runs, sums, flag, integers[2] - 1)
 
     def side(
-        self, number: int, batch: Int32, ids: Any, lengths: Any, results: Any, table: Any, integers: tuple[Int32, ...]
+        self,
+        number: int,
+        batch: Int32,
+        share: tuple[Int32, Int32],
+        ids: Any,
+        lengths: Any,
+        results: Any,
+        table: Any,
+        integers: tuple[Int32, ...],
     ) -> Side:
         """The pointers and sizes of one direction."""
         sizes = (integers[0], integers[1])
@@ -357,7 +404,7 @@ class PlanRows:
             *(of_rows, of_columns, row_length, column_length),
             *(lo + batch * rows, hi + batch * rows, exact + batch),
             *(bounds + batch * row_tiles * 4, clocks + batch * row_tiles, hashed),
-            *(rows, columns, lower, upper, row_tile, column_tile, full, partial, overhead),
+            *(rows, columns, lower, upper, row_tile, column_tile, full, partial, overhead, *share),
         )
 
     @cute.jit

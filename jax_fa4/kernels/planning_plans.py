@@ -52,13 +52,13 @@ def rows_plan(architecture: str, *, ids: bool, lengths: bool) -> KernelPlan:
         options=(("ids", ids), ("lengths", lengths), ("most_columns", MOST_COLUMNS)),
         operands=tuple(operands),
         results=tuple(results),
-        integers=("batch", *ROW_INTEGERS, "sides"),
+        integers=("batch", *ROW_INTEGERS, "sides", "shares"),
         parameters=(
             *(Parameter("operand", name) for name in operands),
             *(Parameter("result", name) for name in results),
             *(Parameter("int32", name) for name in ROW_INTEGERS),
         ),
-        grid=(Extent((("batch", 1),)), Extent((("sides", 1),)), Extent()),
+        grid=(Extent((("batch", 1),)), Extent((("sides", 1),)), Extent((("shares", 1),))),
         roles=(Role("rows", 32),),
         shared=(
             SharedBuffer("runs", MOST_COLUMNS // 32 * 4, 3, alignment=4),
