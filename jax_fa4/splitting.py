@@ -298,15 +298,15 @@ def choose_split(
         return WHOLE
     most = min(PARTS_LIMIT, math.ceil(problem.key_length / whole.column_tile))
     counts = range(1, most + 1) if problem.key_splits is None else [problem.key_splits]
-    # Kernels that would pack heads by themselves take as long, but results in their order must be turned.
-    packings = [True, False] if problem.group_size > 1 and 2 * problem.query_length <= whole.row_tile else [False]
+    packings = [False, True] if problem.group_size > 1 and 2 * problem.query_length <= whole.row_tile else [False]
     candidates = [Split(parts, packs) for packs in packings for parts in counts]
     available = {packs: is_taken(problem_of(problem, Split(1, packs))) for packs in packings}
 
-    def cost(split: Split) -> tuple[float, int]:
-        """Clocks; of cuts that take as long, the one with the fewest items reads keys the least often."""
+    def cost(split: Split) -> tuple[float, int, bool]:
+        """Clocks; of cuts that take as long, the one with the fewest items reads keys the least often. Kernels may pack
+        heads by themselves, which takes as long, but then their results are turned: before a merge, which could."""
         grid = grid_of(problem if split.is_whole else problem_of(problem, split))
-        return split_clocks(problem, split, grid, arch), grid.batch * grid.heads
+        return split_clocks(problem, split, grid, arch), grid.batch * grid.heads, split.packs_heads != (split.parts > 1)
 
     usable = [split for split in candidates if split.is_whole or available[split.packs_heads]]
     return min(usable, key=cost, default=WHOLE)

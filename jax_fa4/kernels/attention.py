@@ -187,7 +187,7 @@ class AttentionKernels:
             return [("kernel", "none: the call is empty")]
         split, details = split_of(problem, target), []
         if not split.is_whole:
-            heads = ", query heads of a key head in one tile" if split.packs_heads else ""
+            heads = ", query heads of a key head packed in one tile" if split.packs_heads else ""
             details.append(("keys split", f"{split.parts} parts of {-(-problem.key_length // split.parts)}{heads}"))
             problem = problem_of(problem, split)
         return [*details, *kernels_of(target).describe(problem)]
