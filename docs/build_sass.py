@@ -1,4 +1,5 @@
-"""Writes docs/sass.md: what the machine code of the bundled forward kernels holds, loop by loop.
+"""Writes docs/sass.md: what the machine code of the bundled forward kernels and of Blackwell's backward holds, loop by
+loop.
 
     python docs/build_sass.py            writes the page
     python docs/build_sass.py --check    fails if a kernel is worse than the page says
@@ -28,6 +29,7 @@ from jax_fa4.kernels.plan import KernelPlan
 from jax_fa4.kernels.plans import bundled_plans
 
 PAGE = Path(__file__).with_name("sass.md")
+BACKWARD_ROLES = {"softmax": "compute", "softmax, masked": "compute, masked", "correction": "reduce"}
 CLASSES = {
     "ex2": r"MUFU\.EX2",
     "round down": r"F(?:ADD|FMA)2\.RM",
@@ -124,10 +126,11 @@ class Kernel:
     loops: dict[str, Loop]
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """Rows of the table: kernel, role, instructions of the loop, counts by class."""
+        """Rows of the table: kernel, stack, registers, role, instructions of the loop, counts by class."""
         for role, loop in sorted(self.loops.items()):
             counts = (str(loop.counts[name]) for name in CLASSES)
-            yield (self.plan.key, str(self.stack), role, str(len(loop.body)), *counts)
+            name = BACKWARD_ROLES.get(role, role) if self.plan.kernel == "backward" else role
+            yield (self.plan.key, str(self.stack), str(self.registers), name, str(len(loop.body)), *counts)
 
 
 def read(plan: KernelPlan, cubin: bytes) -> Kernel:
@@ -152,38 +155,48 @@ def read(plan: KernelPlan, cubin: bytes) -> Kernel:
     return Kernel(plan, int(stack[1]), int(registers[1]), loops)
 
 
-def kernels(masks: Sequence[str] = ("causal", "window", "intervals", "ids")) -> Iterator[Kernel]:
-    """Bundled forward kernels in bfloat16 for these masks; those in float16 differ in the type of two instructions."""
+def kernels(masks: Sequence[str] = ("causal", "window", "intervals", "ids", "band")) -> Iterator[Kernel]:
+    """Bundled kernels in bfloat16 for these masks; those in float16 differ in the type of two instructions."""
     for plan in bundled_plans():
-        if plan.kernel == "forward" and plan.option("dtype") == "bfloat16" and plan.option("mask") in masks:
+        is_shown = plan.kernel == "forward" or (plan.kernel == "backward" and plan.architecture == "sm_100f")
+        if is_shown and plan.option("dtype") == "bfloat16" and plan.option("mask") in masks:
             stored = bundle.stored(plan)
             if stored is None:
                 sys.exit(f"{plan.key} is not in the bundle, or out of date; run python -m jax_fa4.kernels.build.")
             yield read(plan, stored.cubin)
 
 
-HEAD = """# Machine code of the forward kernels
+HEAD = """# Machine code of the kernels
 
-Written by `python docs/build_sass.py` from the binaries in the wheel; a test fails when a kernel gets worse. One row
-for each loop: its instructions, counted once each, and how many of them are of which class. `round down` counts pairs
-of exponentials by the polynomial, `ex2` those of the special-function unit (one of them is the factor of the row), for
-a row of 128 keys on Blackwell and for two quarters of rows on Hopper. Blackwell's kernels are emulated and compiled;
-not yet run on silicon.
+Written by `python docs/build_sass.py` from the binaries in the wheel, without the Hopper backward; a test fails when a
+kernel gets worse. One row for each loop: its instructions, counted once each, and how many of them are of which class.
+`round down` counts pairs of exponentials by the polynomial, `ex2` those of the special-function unit (in the forward
+one of them is the factor of the row), for a row of 128 keys on Blackwell, for two quarters of rows on Hopper, and for
+half a row of 128 queries in the backward. `registers` are those of the launch, which roles then trade. Blackwell's
+kernels are emulated and compiled; not yet run on silicon.
 """
 
 
 def render(found: Sequence[Kernel]) -> str:
     """The page."""
-    columns = ("kernel", "stack", "loop", "instructions", *CLASSES)
+    columns = ("kernel", "stack", "registers", "loop", "instructions", *CLASSES)
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(row) + " |" for kernel in found for row in kernel.rows()]
     return HEAD + "\n" + "\n".join(lines) + "\n"
 
 
-def stated(page: str) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """(kernel, loop) -> stack, instructions, local-memory accesses, as the page says."""
-    rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in page.splitlines() if line[:1] == "|"]
-    return {(row[0], row[2]): (int(row[1]), int(row[3]), int(row[-1])) for row in rows[2:]}
+COMPARED = ("stack", "registers", "instructions", "ex2", "sync", "local")
+
+
+def stated(page: str) -> dict[tuple[str, str], dict[str, int]]:
+    """(kernel, loop) -> the figures of `COMPARED`, as the page says."""
+    table = [line for line in page.splitlines() if line[:1] == "|"]
+    names, _, *rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in table]
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for row in rows:
+        cells = dict(zip(names, row, strict=True))
+        found[cells["kernel"], cells["loop"]] = {name: int(cells[name]) for name in COMPARED}
+    return found
 
 
 def worse(found: Sequence[Kernel], page: str) -> list[str]:
@@ -191,8 +204,8 @@ def worse(found: Sequence[Kernel], page: str) -> list[str]:
     known, now = stated(page), stated(render(found))
     complaints = [f"{key}, {loop}: not in docs/sass.md" for key, loop in sorted(now.keys() - known.keys())]
     for place in sorted(now.keys() & known.keys()):
-        for name, before, after in zip(("stack", "instructions", "local"), known[place], now[place], strict=True):
-            if after > before:
+        for name, after in now[place].items():
+            if after > (before := known[place][name]):
                 complaints.append(f"{', '.join(place)}: {name} {after}, docs/sass.md says {before}")
     return complaints
 

@@ -11,7 +11,7 @@ from jax_fa4.ffi.launch import CUDA_DRIVER, launch
 from jax_fa4.ffi.preprocess import padded_length
 from jax_fa4.kernels.planning_plans import hide_rows_plan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import WorkTable, later_items
+from jax_fa4.schedule.order import WorkTable, earlier_items, later_items
 from jax_fa4.schedule.tiles import Intervals, tile_bounds
 
 VECTOR_BYTES = 16
@@ -72,14 +72,24 @@ def whole_ids(problem: AttentionProblem, operands: AttentionOperands) -> tuple[j
 
 
 def backward_mask_buffers(
-    problem: AttentionProblem, operands: AttentionOperands, table: WorkTable, key_tile: int, query_tile: int
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    table: WorkTable,
+    key_tile: int,
+    query_tile: int,
+    *,
+    last_first: bool = True,
 ) -> dict[str, Any]:
-    """A backward kernel's operands for masks from memory: items of `key_tile` keys, steps of `query_tile` queries."""
+    """A backward kernel's operands for masks from memory: items of `key_tile` keys, steps of `query_tile` queries.
+
+    Where gradients are deterministic, an item adds after those of later keys, or not `last_first` those of earlier.
+    """
     _, rows = problem.intervals(operands)
     found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
     if problem.deterministic:
         bounds = tile_bounds(rows, key_tile, query_tile, problem.query_length)
-        found["ranks"] = jnp.asarray(later_items(bounds, padded_length(problem.query_length) // query_tile))
+        before = later_items if last_first else earlier_items
+        found["ranks"] = jnp.asarray(before(bounds, padded_length(problem.query_length) // query_tile))
     if problem.has_segment_ids:
         found["query_ids"], found["key_ids"] = whole_ids(problem, operands)
     return found

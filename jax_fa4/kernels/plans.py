@@ -176,7 +176,7 @@ def _bundled_plans() -> Iterator[KernelPlan]:
 
 
 def _around_backwards() -> Iterator[KernelPlan]:
-    """For every head dimension up to 128 that the backward kernels take: multiples of a vector."""
+    """For every head dimension that the backward kernels take: multiples of a vector."""
     for dtype in FORWARD_DTYPES:
         step = VECTOR_BYTES // DTYPES[dtype]
         for dim in range(step, max(hopper_backward.BACKWARD_TILES) + 1, step):
@@ -186,3 +186,7 @@ def _around_backwards() -> Iterator[KernelPlan]:
             yield from around_backward(hopper_backward.ARCHITECTURE, dtype, dim, dim, width, parts)
             width, _ = backward_plans.padded_head_dims(dim, dim)
             yield from around_backward(backward_plans.ARCHITECTURE, dtype, dim, dim, width)
+        widest, most = max(backward_plans.BACKWARD_TILES)
+        for dim in range(most + step, widest + 1, step):
+            for value_dim in range(step, most + 1, step):
+                yield from around_backward(backward_plans.ARCHITECTURE, dtype, dim, value_dim, widest)

@@ -32,10 +32,12 @@ Array = Any  # np.ndarray or jax.Array
 
 
 class Policy(enum.Enum):
-    """How items are ordered; all but the last are for comparison."""
+    """How items are ordered; the first two are for comparison."""
 
     PLAIN = "plain"  # batch rows, heads, row tiles, each from first to last
     REVERSED = "reversed"  # the same with row tiles from last to first: longest first if the mask is causal
+    FIRST_FIRST = "first_first"  # sections of heads that fit in L2: in each, tiles from first to last with all heads
+    LAST_FIRST = "last_first"  # the same with row tiles from last to first
     LONGEST_FIRST = "longest_first"
 
 
@@ -282,6 +284,8 @@ def make_table(grid: WorkGrid, intervals: Intervals, policy: Policy = Policy.LON
     places = xp.arange(grid.batch * row_tiles * grid.heads, dtype=xp.int32)
     if policy is Policy.LONGEST_FIRST:
         batch_order, places = _longest_first(xp, grid, clocks, places)
+    elif policy in (Policy.FIRST_FIRST, Policy.LAST_FIRST):
+        places = xp.asarray(_by_sections(grid, row_tiles, policy is Policy.LAST_FIRST))
     else:
         step = -1 if policy is Policy.REVERSED else 1
         shaped = places.reshape(grid.batch, row_tiles, grid.heads)[:, ::step]
@@ -297,6 +301,21 @@ def make_table(grid: WorkGrid, intervals: Intervals, policy: Policy = Policy.LON
     columns = (batch, head, tile, compare_ids, *(of_item(bound) for bound in bounds))
     items = xp.stack([column.astype(xp.int32) for column in columns], axis=1)
     return WorkTable(items, of_item(clocks), batch_order)
+
+
+def _by_sections(grid: WorkGrid, row_tiles: int, last_first: bool) -> np.ndarray:
+    """Places of all items, section by section, in each tile by tile."""
+    shaped = np.arange(grid.batch * row_tiles * grid.heads, dtype=np.int32).reshape(grid.batch, row_tiles, grid.heads)
+    shaped = shaped[:, ::-1] if last_first else shaped
+    sections = np.split(shaped, range(grid.section_heads, grid.heads, grid.section_heads), axis=2)
+    return np.concatenate([one.reshape(grid.batch, -1) for one in sections], axis=1).ravel()
+
+
+def earlier_items(bounds: TileBounds, column_tiles: int) -> Array:
+    """(B', row_tiles, column_tiles) int32: how many items with earlier rows visit a column tile; as `later_items`."""
+    xp = jnp if isinstance(bounds.begin, jax.Array) else np
+    mirrored = TileBounds(*(bound[:, ::-1] for bound in bounds))
+    return xp.asarray(later_items(mirrored, column_tiles)[:, ::-1])
 
 
 def later_items(bounds: TileBounds, column_tiles: int) -> Array:

@@ -206,23 +206,21 @@ def test_the_automatic_choice_never_lacks_a_backward() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"segment_ids": np.zeros((1, 200), np.int32)}], ids=str)
 def test_the_wheel_suffices_for_every_head_dimension(
-    architecture: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    architecture: str, options: dict[str, Any], is_ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the compiler. On Blackwell the backward's kernels for 96 are not in it, and the call is refused."""
+    """Without the compiler."""
     monkeypatch.setattr(bundle, "compiler_version", lambda: None)
     monkeypatch.setattr(bundle, "cache_folder", lambda: Path("nowhere"))
     kernels = KERNELS[{"sm_90": "sm_90a", "sm_100": "sm_100f"}[architecture]]
-    refused = []
-    for head_dim in range(8, 129, 8):
-        tensors = draw(0, (1, 200, 2, head_dim), 200, 2, "bfloat16")
-        problem = arguments.read_call(*tensors, **options).problem
-        reason = kernels.why_not(problem)
-        if reason is not None:
-            assert "nvidia-cutlass-dsl" in reason
-            refused.append(head_dim)
-    assert refused == ([] if architecture == "sm_90" else [72, 80, 88, 96])
+    dims = [(head_dim, head_dim) for head_dim in range(8, 129, 8)]
+    dims += [(192, 128), (136, 64)] if architecture == "sm_100" else []
+    for head_dim, value_dim in dims:
+        tensors = draw(0, (1, 200, 4, head_dim), 200, 2, "bfloat16", value_dim=value_dim)
+        problem = arguments.read_call(*tensors, deterministic=is_ordered, **options).problem
+        assert kernels.why_not(problem) is None
 
 
 @pytest.mark.usefixtures("hopper")

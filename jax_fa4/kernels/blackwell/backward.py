@@ -9,7 +9,7 @@ each query head of the group, so that its key and value gradients are summed whe
     warp   12        mma         issues every matrix product
     warp   13        load        copies keys and values once, queries and output gradients tile by tile
     warp   14        relay       of a pair: tells the first CTA's mma warp that both halves of a tile's dS are there
-    warp   15        idle
+    warp   15        finds the item for all
 
     shared memory    key, value      (128, dim)           at the end the staging of their gradients
                      query           ring of (128, head_dim)
@@ -59,19 +59,18 @@ from cutlass.cute.runtime import make_ptr
 
 from jax_fa4.kernels.blackwell.backward_plans import (
     COMPUTE_GROUPS,
-    STAGED_COLUMNS,
+    SCALARS,
     TILE,
     WARP_ROWS,
     WARPS_PER_GROUP,
-    box_columns,
+    grad_columns,
+    loaded_columns,
 )
 from jax_fa4.kernels.blackwell.parts import products, tensor_memory
-from jax_fa4.kernels.blackwell.parts.backward_shape import ELEMENT_BYTES, HALF, Context, Shape
+from jax_fa4.kernels.blackwell.parts.backward_shape import ELEMENT_BYTES, HALF, Context, Inputs, Shape
 from jax_fa4.kernels.blackwell.parts.gradients import Compute, Order, Reduce, Relay, fill_no_row
-from jax_fa4.kernels.blackwell.product_order import Issue, after_loop, before_loop
+from jax_fa4.kernels.blackwell.product_order import Issue, after_loop, before_loop, refill
 from jax_fa4.kernels.parts import boxes, by_address
-from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
-from jax_fa4.kernels.parts.tile_mask import SegmentIds
 from jax_fa4.kernels.plan import KernelPlan
 
 GROUP_THREADS = 32 * WARPS_PER_GROUP
@@ -79,23 +78,32 @@ COMPUTE_WARP = WARPS_PER_GROUP
 MMA_WARP = COMPUTE_WARP + COMPUTE_GROUPS * WARPS_PER_GROUP
 LOAD_WARP = MMA_WARP + 1
 RELAY_WARP = MMA_WARP + 2
+ITEM_WARP = MMA_WARP + 3
 STATISTIC_BYTES = TILE * 4
 
 
 class Load:
     """One warp: keys and values, then queries, their statistics and output gradients of every tile."""
 
-    def __init__(self, context: Context, maps: dict[str, cute.CopyAtom], statistics: tuple[Any, Any], padded: Int32):
+    def __init__(
+        self,
+        context: Context,
+        maps: dict[str, cute.CopyAtom],
+        statistics: tuple[Any, Any],
+        padded: Int32,
+        splits: Int32,
+    ) -> None:
         self.context, self.shape = context, context.shape
         self.maps = {name: boxes.address_of(one) for name, one in maps.items()}
         self.statistics, self.padded = statistics, padded
+        self.key_head = context.item.head // splits if self.shape.is_split else context.item.head
 
     @cute.jit
     def run(self) -> None:
         """Issue every copy of the item."""
         context = self.context
         if context.total > 0:
-            shape, place = self.shape, (context.item.head, context.item.batch)
+            shape, place = self.shape, (self.key_head, context.item.batch)
             corner = (context.key_row, 0)
             self.load_boxes("key", "keys_landed", context.buffer("key"), corner, (TILE, shape.head_dim), place)
             self.load_boxes("value", "values_landed", context.buffer("value"), corner, (TILE, shape.value_dim), place)
@@ -122,7 +130,8 @@ class Load:
 
     def acquire(self, name: str, use: Int32) -> Int32:
         """The stage of a ring for its use-th use, when it is free."""
-        self.context.wait(f"{name}_free", use - self.shape.stages(name))
+        free = refill(self.shape.order, name, self.shape.stages(name))
+        self.context.wait(free.event, use - free.behind)
         return self.context.stage(name, use)
 
     def load_stage(
@@ -146,7 +155,7 @@ class Load:
         after the other. The first CTA of a pair expects what both load."""
         (rows, columns), (row, column), ctas = tile, corner, self.shape.ctas
         dim = self.shape.head_dim if tensor in ("query", "key") else self.shape.value_dim
-        width, box_rows = box_columns(dim), TILE if tensor in ("key", "value") else self.shape.query_rows
+        width, box_rows = loaded_columns(dim, ctas), TILE if tensor in ("key", "value") else self.shape.query_rows
         barrier = self.context.signal(event).address(stage)
         is_expecting = None if ctas == 1 else Int32(self.context.rank == 0)
         boxes.expect(barrier, rows * columns * ELEMENT_BYTES * ctas, is_expecting)
@@ -285,14 +294,16 @@ class BlackwellBackward:
         queries: Int32,
         keys: Int32,
         padded: Int32,
-        heads: Int32,
+        group: Int32,
         kv_heads: Int32,
+        splits: Int32,
         offset: Int32,
         left: Int32,
         right: Int32,
         section_heads: Int32,
         interval_stride: Int32,
         rank_stride: Int32,
+        last_first: Int32,
         scale: Float32,
         scale_log2: Float32,
         cap_log2: Float32,
@@ -300,70 +311,70 @@ class BlackwellBackward:
         """Find the item, set up barriers and tensor memory, take the role."""
         shape = self.shape
         thread, _, _ = cute.arch.thread_idx()
-        block, key_tile, section = cute.arch.block_idx()
         rank: Any = 0
         if cutlass.const_expr(shape.ctas == 2):
             rank = cute.arch.block_idx_in_cluster()
-            block = block // 2
         this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        visible: Any
-        if cutlass.const_expr(shape.intervals):
-            item = WorkItem.read(items, block)
-            first_row = Int64(item.batch) * interval_stride
-            visible = RowIntervals(keys, lo + first_row, hi + first_row)
-        else:
-            # The transposed mask: rows are keys. Blocks start in the order of x, then y, then z: sections of heads one
-            # after the other, each from the first keys on, which causal masks let most queries see.
-            visible = Band(keys, queries, offset, left, right)
-            if cutlass.const_expr(shape.is_ordered):
-                # Sums wait for items with later keys, which must have started.
-                key_tile = cute.ceil_div(keys, shape.items_rows) - 1 - key_tile
-            head_of_all = section * section_heads + block
-            item = visible.work_item(head_of_all // kv_heads, head_of_all % kv_heads, key_tile, shape.items_rows, TILE)
-        ids = None
-        if cutlass.const_expr(shape.has_ids):
-            first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
-            ids = SegmentIds(key_ids + first_key, query_ids + first_query, keys, queries)
+        mask = (items, lo, hi, query_ids, key_ids)
+        sizes, band = (queries, keys, padded, group, kv_heads), (offset, left, right)
+        inputs = Inputs(shape, *mask, *sizes, band, section_heads, interval_stride, last_first)
         memory = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        context = Context(shape, item, visible, ids, heads // kv_heads, kv_heads, memory, rank)
-        base_slot = context.pointer("tensor_memory_base", Int32)
-        if this_warp < COMPUTE_WARP:
-            fill_no_row(context, thread)
-        if this_warp == LOAD_WARP:
-            for tensor_map in (query_map, key_map, value_map, grad_out_map):
-                cpasync.prefetch_descriptor(tensor_map)
-            with cute.arch.elect_one():
-                context.init_signals()
-        if this_warp == MMA_WARP:
-            tensor_memory.allocate(base_slot, shape.ctas)
-        cute.arch.mbarrier_init_fence()
-        self.sync()
+        self.set_up(inputs, memory, this_warp, thread, (query_map, key_map, value_map, grad_out_map))
         if this_warp < COMPUTE_WARP:
             cute.arch.setmaxregister_decrease(shape.registers("reduce"))
             order = None
             if cutlass.const_expr(shape.is_ordered):
                 order = Order(flags, rank_table, rank_stride, padded // TILE)
-            Reduce(context, thread, sums_map, order).run()
+            Reduce(inputs.context(memory, rank), thread, sums_map, order).run()
         elif this_warp < MMA_WARP:
             cute.arch.setmaxregister_increase(shape.registers("compute"))
-            group = this_warp // WARPS_PER_GROUP - 1
-            compute = Compute(context, group, thread % GROUP_THREADS, (scale, scale_log2, cap_log2))
+            group_of_warp = this_warp // WARPS_PER_GROUP - 1
+            floats = (scale, scale_log2, cap_log2)
+            compute = Compute(inputs.context(memory, rank), group_of_warp, thread % GROUP_THREADS, floats)
             compute.run()
             compute.store(grad_key_map, grad_value_map)
         else:
             cute.arch.setmaxregister_decrease(shape.registers("mma"))
             if this_warp == MMA_WARP:
                 if rank == 0:
-                    Mma(context).run()
+                    Mma(inputs.context(memory, rank)).run()
             elif this_warp == RELAY_WARP:
                 if cutlass.const_expr(shape.ctas == 2):
-                    Relay(context).run()
+                    Relay(inputs.context(memory, rank)).run()
             elif this_warp == LOAD_WARP:
                 maps = {"query": query_map, "key": key_map, "value": value_map, "grad_out": grad_out_map}
-                Load(context, maps, (lse_log2, delta), padded).run()
+                Load(inputs.context(memory, rank), maps, (lse_log2, delta), padded, splits).run()
         self.sync()
         if this_warp == MMA_WARP:
             tensor_memory.deallocate(shape.ctas)
+
+    @cute.jit
+    def set_up(
+        self,
+        inputs: cutlass.Constexpr,
+        memory: cute.Pointer,
+        this_warp: Int32,
+        thread: Int32,
+        maps: tuple[cute.CopyAtom, ...],
+    ) -> None:
+        """Barriers, tensor memory and the item, each by one warp, before all others need them."""
+        shape = self.shape
+        unknown: Any = None  # the item, and all that belongs to it
+        context = Context(shape, unknown, unknown, unknown, unknown, unknown, unknown, memory, 0)
+        if this_warp < COMPUTE_WARP:
+            fill_no_row(context, thread)
+        if this_warp == LOAD_WARP:
+            for tensor_map in maps:
+                cpasync.prefetch_descriptor(tensor_map)
+            with cute.arch.elect_one():
+                context.init_signals()
+        if this_warp == MMA_WARP:
+            tensor_memory.allocate(context.pointer("tensor_memory_base", Int32), shape.ctas)
+        if this_warp == ITEM_WARP:
+            block, key_tile, section = cute.arch.block_idx()
+            inputs.tell_item(inputs.find_item(block // shape.ctas, key_tile, section), memory)
+        cute.arch.mbarrier_init_fence()
+        self.sync()
 
     def sync(self) -> None:
         """All threads of the CTA, or of the pair: before others use its barriers, and before its memory goes."""
@@ -390,13 +401,16 @@ class BlackwellBackward:
         """Exists for the compiler only: the package's own runtime launches the kernel."""
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tensor, sums = tensors
-        dims = (self.shape.head_dim, self.shape.head_dim, self.shape.value_dim, self.shape.value_dim)
-        rows = (self.shape.query_rows, TILE, TILE, self.shape.query_rows)
+        shape = self.shape
+        dims = (shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim)
+        rows = (shape.query_rows, TILE, TILE, shape.query_rows)
         loads = zip(dims, rows, strict=True)
+        grad, split = sums if shape.is_split else tensor, shape.is_split
+        staged = shape.stage_bytes("staged_grad_query") // (WARP_ROWS * 4)
         maps = (
-            *(self.tensor_map(load, tensor, dim, box_rows, box_columns(dim)) for dim, box_rows in loads),
-            self.tensor_map(store, sums, self.shape.head_dim, WARP_ROWS, STAGED_COLUMNS),
-            *(self.tensor_map(store, tensor, dim, WARP_ROWS, box_columns(dim)) for dim in dims[1:3]),
+            *(self.tensor_map(load, tensor, dim, box, loaded_columns(dim, shape.ctas)) for dim, box in loads),
+            self.tensor_map(store, sums, shape.head_dim, WARP_ROWS, staged),
+            *(self.tensor_map(store, grad, dim, WARP_ROWS, grad_columns(dim, split)) for dim in dims[1:3]),
         )
         self.kernel(*maps, *pointers, *integers, *floats).launch(
             grid=self.shape.plan.cluster,
@@ -419,4 +433,4 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     flags = pointer(Int32, 4) if backward.shape.is_ordered else None
     ranks = flags if backward.shape.intervals else None
     pointers = (pointer(Float32, 4), pointer(Float32, 4), flags, *table, *ids, ranks)
-    return backward.host, (tensors, pointers, (Int32(1),) * 11, (Float32(1.0),) * 3)
+    return backward.host, (tensors, pointers, (Int32(1),) * len(SCALARS), (Float32(1.0),) * 3)

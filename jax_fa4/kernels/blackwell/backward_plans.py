@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -25,20 +26,24 @@ TILE = 128  # keys of an item and queries of a tile: lanes of tensor memory
 WARPS_PER_GROUP = 4
 COMPUTE_GROUPS = 2  # each has one half of a tile's queries
 STATISTICS_STAGES = 2
-STAGED_COLUMNS = 32  # float32 of a row of 128 bytes, in which query gradients are added to global memory
+FRAGMENT = 32  # columns of tensor memory that a thread loads at once
 WARP_ROWS = 32
+ITEM_BYTES = 32  # what all roles know of their item
 Mask = Literal["band", "intervals", "ids"]
 MASKS: tuple[Mask, ...] = ("band", "intervals", "ids")
 # Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need. Offset, left
-# and right are those of the transposed mask: which queries a key is seen by.
+# and right are those of the transposed mask: which queries a key is seen by. Items are made for `kv_heads` heads with
+# `group` query heads each, `splits` to a head of keys; with `last_first` not 0 those of the last keys come first.
 SCALARS = (
-    *("query_length", "key_length", "padded_length", "heads", "kv_heads", "offset", "left", "right"),
-    *("section_heads", "interval_stride", "rank_stride"),
+    *("query_length", "key_length", "padded_length", "group", "kv_heads", "splits", "offset", "left", "right"),
+    *("section_heads", "interval_stride", "rank_stride", "last_first"),
 )
 SIZES = (
-    *("batch", "sections", "items", "ctas", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
+    *("batch", "heads", "key_heads", "sections", "items", "ctas", "head_dim", "value_dim"),
+    *("head_bytes", "value_head_bytes", "grad_head_bytes", "grad_value_head_bytes"),
     *("query_row_bytes", "key_row_bytes", "value_row_bytes", "grad_out_row_bytes"),
     *("query_batch_bytes", "key_batch_bytes", "value_batch_bytes", "grad_out_batch_bytes"),
+    *("grad_key_row_bytes", "grad_value_row_bytes", "grad_key_batch_bytes", "grad_value_batch_bytes"),
     *("sum_columns", "sum_row_bytes", "sum_head_bytes", "sum_batch_bytes"),
 )
 FLOATS = ("scale", "scale_log2", "cap_log2")
@@ -55,17 +60,16 @@ class Tiles:
         columns: first column of tensor memory of each product, and of the probs.
         ctas: that share an item: 2 for a pair, each with 128 of its keys.
         staged_slots: boxes of query gradients that a reducing warp has on their way.
-        registers: of a thread of the reduction, of the computation and of the other warps: 512 for each column of one
-            thread per warpgroup, computation twice.
+        staged_columns: of such a box, float32.
     """
 
     order: str
     query_stages: int
     grad_out_stages: int
     columns: tuple[tuple[str, int], ...]
-    registers: tuple[int, int, int]
     ctas: int = 1
     staged_slots: int = 2
+    staged_columns: int = 32
 
     @property
     def rows(self) -> int:
@@ -78,23 +82,30 @@ def _columns(scores: int, probs: int, grad_probs: int, value: int, key: int, que
     return tuple(zip(names, (scores, probs, grad_probs, value, key, query), strict=True))
 
 
-# A reducing thread holds up to 96 sums, a computing one 64 probs and 32 or 64 scores. Of the splits of 512 that were
-# compiled, (112, 152, 96) and (96, 160, 96) among them, this one spills least: nothing without caps and ids.
+# Registers of a thread of the reduction, of the computation and of the other warps: 512 for each column of one thread
+# per warpgroup, computation twice. A reducing thread holds up to 96 sums, a computing one 64 probs and 32 or 64 scores.
+# Of the splits that were compiled this one spills nothing (docs/sass.md); (112, 152, 96), (96, 160, 96) and, with caps,
+# (104, 160, 88) do: with more registers the compiler does more at a time.
 REGISTERS = (120, 152, 88)
 # (head_dim, value_dim), padded. At 64 query gradients have columns of their own; at 96 they lie over the gradients of
-# the probs, and at 192 those share the columns of the scores too. At 128 all 512 columns are used; a pair computes
-# 64 rows of query gradients each, 64 columns, which fit between the probs of the two warpgroups, and reads half of B
-# and adds half of the sums: 2560 clocks of shared memory per tile in place of 3328 (product_order.py).
+# the probs. At 128 all 512 columns are used; a pair computes 64 rows of query gradients each, 64 columns, which fit
+# between the probs of the two warpgroups, and reads half of B and adds half of the sums: 2560 clocks of shared memory
+# per tile in place of 3328 (product_order.py). At 192 the sums of keys and values leave 192 columns: scores and
+# gradients of probs share 128, and query gradients, 96 of a pair, lie over the probs and what is read before. Shared
+# memory is full too: there each query buffer holds rows first and columns then, what leaves lies over output gradients.
 BACKWARD_TILES: dict[tuple[int, int], Tiles] = {
-    (64, 64): Tiles("apart", 2, 2, _columns(0, 0, 128, 256, 320, 384), REGISTERS),
-    (96, 96): Tiles("over_grad_probs", 2, 1, _columns(0, 0, 128, 256, 352, 128), REGISTERS),
-    (128, 128): Tiles("pair", 1, 1, _columns(0, 0, 128, 256, 384, 32), REGISTERS, ctas=2, staged_slots=1),
-    (192, 128): Tiles("serial", 1, 1, _columns(320, 448, 320, 0, 128, 320), REGISTERS),
+    (64, 64): Tiles("apart", 2, 2, _columns(0, 0, 128, 256, 320, 384)),
+    (96, 96): Tiles("over_grad_probs", 2, 1, _columns(0, 0, 128, 256, 352, 128)),
+    (128, 128): Tiles("pair", 1, 1, _columns(0, 0, 128, 256, 384, 32), ctas=2, staged_slots=1),
+    (192, 128): Tiles(
+        "pair_serial", 1, 1, _columns(320, 448, 320, 0, 128, 416), ctas=2, staged_slots=1, staged_columns=16
+    ),
 }
-
-
-# head_dim 128 with one CTA to an item, with which the pair is compared.
-SINGLE_128 = Tiles("over_grad_probs", 2, 1, _columns(0, 0, 128, 256, 384, 128), REGISTERS)
+# One CTA to an item where a pair is usual, for comparison.
+SINGLE_TILES: dict[tuple[int, int], Tiles] = {
+    (128, 128): Tiles("over_grad_probs", 2, 1, _columns(0, 0, 128, 256, 384, 128)),
+    (192, 128): Tiles("serial", 1, 1, _columns(320, 448, 320, 0, 128, 320)),
+}
 
 
 def padded_head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -115,37 +126,44 @@ def box_columns(dim: int) -> int:
     return 64 if dim % 64 == 0 else 32
 
 
+def grad_columns(dim: int, split: bool) -> int:
+    """Columns of a box of a gradient of keys or values, 16 bits an element, or of a part of it in float32."""
+    return FRAGMENT if split else box_columns(dim)
+
+
+def loaded_columns(dim: int, ctas: int) -> int:
+    """Columns of a box of an operand: boxes divide the half of the columns that a CTA of a pair loads by itself."""
+    return box_columns(dim // ctas)
+
+
 def bundled_plans() -> Iterator[KernelPlan]:
-    """Plans whose binaries the wheel carries: without caps and fixed orders, of the usual dimensions."""
-    for dtype in BACKWARD_DTYPES:
-        for dims in ((64, 64), (128, 128)):
-            for mask in MASKS:
-                yield backward_plan(dtype, dims, mask)
+    """Plans whose binaries the wheel carries: without caps and splits."""
+    for dtype, dims, mask, ordered in itertools.product(BACKWARD_DTYPES, BACKWARD_TILES, MASKS, (False, True)):
+        yield backward_plan(dtype, dims, mask, ordered=ordered)
 
 
-def _tensor_maps(dtype: str, head_dim: int, value_dim: int, ctas: int) -> tuple[TensorMap, ...]:
+def _tensor_maps(dtype: str, head_dim: int, value_dim: int, tiles: Tiles, split: bool) -> tuple[TensorMap, ...]:
     """(column, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by the rows of one copy."""
-    of_query = ("query", "query", "heads", head_dim, "head_dim", "head_bytes")
-    of_key = ("key", "key", "kv_heads", head_dim, "head_dim", "head_bytes")
-    of_value = ("value", "key", "kv_heads", value_dim, "value_dim", "value_head_bytes")
-    of_grad_out = ("grad_out", "query", "heads", value_dim, "value_dim", "value_head_bytes")
+    ctas, grad_dtype = tiles.ctas, "float32" if split else dtype
+    head, value = ("head_dim", loaded_columns(head_dim, ctas)), ("value_dim", loaded_columns(value_dim, ctas))
+    grads = (("head_dim", grad_columns(head_dim, split)), ("value_dim", grad_columns(value_dim, split)))
     maps = tuple(
         TensorMap(
             name=name,
             buffer=name,
-            element=dtype,
+            element=element,
             extents=(dim_name, f"{side}_length", heads, "batch"),
-            strides_bytes=(f"{layout}_row_bytes", head_bytes, f"{layout}_batch_bytes"),
-            box=(box_columns(dim), rows, 1, 1),
-            swizzle_bytes=box_columns(dim) * DTYPES[dtype],
+            strides_bytes=(f"{name}_row_bytes", head_bytes, f"{name}_batch_bytes"),
+            box=(width, rows, 1, 1),
+            swizzle_bytes=width * DTYPES[element],
         )
-        for name, rows, (layout, side, heads, dim, dim_name, head_bytes) in (
-            ("query", TILE // ctas, of_query),
-            ("key", TILE, of_key),
-            ("value", TILE, of_value),
-            ("grad_out", TILE // ctas, of_grad_out),
-            ("grad_key", WARP_ROWS, of_key),
-            ("grad_value", WARP_ROWS, of_value),
+        for name, element, rows, side, heads, (dim_name, width), head_bytes in (
+            ("query", dtype, TILE // ctas, "query", "heads", head, "head_bytes"),
+            ("key", dtype, TILE, "key", "key_heads", head, "head_bytes"),
+            ("value", dtype, TILE, "key", "key_heads", value, "value_head_bytes"),
+            ("grad_out", dtype, TILE // ctas, "query", "heads", value, "value_head_bytes"),
+            ("grad_key", grad_dtype, WARP_ROWS, "key", "kv_heads", grads[0], "grad_head_bytes"),
+            ("grad_value", grad_dtype, WARP_ROWS, "key", "kv_heads", grads[1], "grad_value_head_bytes"),
         )
     )
     sums = TensorMap(
@@ -154,8 +172,8 @@ def _tensor_maps(dtype: str, head_dim: int, value_dim: int, ctas: int) -> tuple[
         element="float32",
         extents=("sum_columns", "padded_length", "heads", "batch"),
         strides_bytes=("sum_row_bytes", "sum_head_bytes", "sum_batch_bytes"),
-        box=(STAGED_COLUMNS, WARP_ROWS, 1, 1),
-        swizzle_bytes=STAGED_COLUMNS * DTYPES["float32"],
+        box=(tiles.staged_columns, WARP_ROWS, 1, 1),
+        swizzle_bytes=tiles.staged_columns * DTYPES["float32"],
     )
     return (*maps, sums)
 
@@ -220,29 +238,30 @@ def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) ->
     )
 
 
-def _roles(tiles: Tiles) -> tuple[Role, ...]:
-    reduce, compute, other = tiles.registers
+def _roles(ctas: int) -> tuple[Role, ...]:
+    reduce, compute, other = REGISTERS
     return (
         Role("reduce", WARPS_PER_GROUP, reduce),
         Role("compute", COMPUTE_GROUPS * WARPS_PER_GROUP, compute),
         Role("mma", 1, other),
         Role("load", 1, other),
-        *((Role("relay", 1, other), Role("idle", 1, other)) if tiles.ctas == 2 else (Role("idle", 2, other),)),
+        *((Role("relay", 1, other), Role("item", 1, other)) if ctas == 2 else (Role("item", 2, other),)),
     )
 
 
 def _shared(tiles: Tiles, query_bytes: int, value_bytes: int) -> tuple[SharedBuffer, ...]:
     """Tiles of 128 rows, key gradients over the keys; what a row's softmax needs; staging of the reduction."""
-    row_bytes, half = STAGED_COLUMNS * DTYPES["float32"], COMPUTE_GROUPS
+    row_bytes, half = tiles.staged_columns * DTYPES["float32"], COMPUTE_GROUPS
     of_pair: tuple[SharedBuffer, ...] = ()
     of_query = query_bytes, value_bytes
     if tiles.ctas == 2:
         of_query = query_bytes // half, value_bytes // half
+        over = ("query", "grad_out") if tiles.order == "pair_serial" else (None, None)
         of_pair = (
             SharedBuffer("key_columns", query_bytes, alignment=1024),
-            SharedBuffer("query_columns", of_query[0], alignment=1024),
+            SharedBuffer("query_columns", of_query[0], alignment=1024, over=over[0]),
             SharedBuffer("grad_out_columns", of_query[1], alignment=1024),
-            SharedBuffer("leaving_grad_scores", TILE * TILE // half * 2, alignment=1024),
+            SharedBuffer("leaving_grad_scores", TILE * TILE // half * 2, alignment=1024, over=over[1]),
         )
     return (
         SharedBuffer("key", query_bytes, alignment=1024),
@@ -257,6 +276,7 @@ def _shared(tiles: Tiles, query_bytes: int, value_bytes: int) -> tuple[SharedBuf
         SharedBuffer("statistics", 2 * TILE * DTYPES["float32"], STATISTICS_STAGES),
         SharedBuffer("no_row", TILE * DTYPES["float32"]),
         SharedBuffer("tensor_memory_base", 16),
+        SharedBuffer("work_item", ITEM_BYTES, alignment=16),
     )
 
 
@@ -280,6 +300,7 @@ def backward_plan(
     tiles: Tiles | None = None,
     soft_cap: bool = False,
     ordered: bool = False,
+    split: bool = False,
 ) -> KernelPlan:
     """The backward for one pair of padded head dimensions.
 
@@ -292,6 +313,7 @@ def backward_plan(
         tiles: the sizes; None: those of `BACKWARD_TILES`.
         soft_cap: scores are capped.
         ordered: the sums of query gradients are added in a fixed order.
+        split: several items share the query heads of a KV head; each leaves a part of its gradients in float32.
 
     Raises PlanError on what no device could run.
     """
@@ -321,6 +343,7 @@ def backward_plan(
             ("mask", mask),
             ("soft_cap", soft_cap),
             ("ordered", ordered),
+            ("split", split),
             ("order", tiles.order),
             ("ctas", tiles.ctas),
         ),
@@ -334,8 +357,8 @@ def backward_plan(
         floats=FLOATS,
         parameters=_parameters(flags, (*of_mask, *of_ids, *ranks)),
         grid=grid,
-        roles=_roles(tiles),
-        tensor_maps=_tensor_maps(dtype, *head_dims, tiles.ctas),
+        roles=_roles(tiles.ctas),
+        tensor_maps=_tensor_maps(dtype, *head_dims, tiles, split),
         cluster=(tiles.ctas, 1, 1),
         shared=_shared(tiles, query_bytes, value_bytes),
         tensor_memory=_tensor_memory(*head_dims, tiles),

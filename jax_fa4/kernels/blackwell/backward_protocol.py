@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from jax_fa4.kernels.blackwell.backward_plans import COMPUTE_GROUPS, TILE, WARPS_PER_GROUP
-from jax_fa4.kernels.blackwell.product_order import ORDERS, Issue, after_loop, before_loop
+from jax_fa4.kernels.blackwell.product_order import ORDERS, Issue, after_loop, before_loop, refill
 from jax_fa4.kernels.blackwell.protocol import Protocol
 from jax_fa4.kernels.model import Action, Arrive, Touch, Wait
 from jax_fa4.kernels.plan import KernelPlan
@@ -23,6 +23,7 @@ class BackwardProtocol(Protocol):
     def __init__(self, plan: KernelPlan, steps: int) -> None:
         self.plan, self.steps, self.ctas = plan, steps, plan.cluster[0]
         self.programs: dict[str, list[Action]] = defaultdict(list)
+        self.order = ORDERS[str(plan.option("order"))]
         self.counts = self._counts()
         self.issued = 0
         begin = {one.name: one.begin for one in plan.tensor_memory}
@@ -63,9 +64,9 @@ class BackwardProtocol(Protocol):
         rings += ["grad_out_columns", "query_columns"] if self.ctas == 2 else []
         for use in range(self.steps):
             for name in rings:
-                stages = self.stages(name)
-                if use >= stages:
-                    self.programs[f"load {rank}"].append(Wait(*self.ring(f"{name}_free", use - stages, rank)))
+                free = refill(self.order, name, self.stages(name))
+                if use >= free.behind:
+                    self.programs[f"load {rank}"].append(Wait(*self.ring(free.event, use - free.behind, rank)))
                 self._copy_to(rank, name, f"{name}_landed", use)
 
     def _copy_to(self, rank: int, buffer: str, event: str, use: int) -> None:
@@ -142,7 +143,7 @@ class BackwardProtocol(Protocol):
             ]
 
     def _mma(self) -> None:
-        order = ORDERS[str(self.plan.option("order"))]
+        order = self.order
         once = ["keys_landed", "values_landed", *(["key_columns_landed"] if self.ctas == 2 else [])]
         self.programs["mma"] += [Wait(self.event(name, 0), 0) for name in once]
         for issue in before_loop(order):

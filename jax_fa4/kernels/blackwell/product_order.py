@@ -59,6 +59,14 @@ PAIR = {
 }
 
 
+# As a pair, but where shared memory is full: rows and columns of queries take turns in one buffer, and the half of dS
+# that leaves lies over the rows of output gradients, which are loaded anew when dQ has both halves.
+SHARING_PAIR = PAIR | {
+    "dP": Issue("grad_probs", True, (Wait("grad_out_landed"),), ("grad_probs_ready",)),
+    "dQ": Issue("grad_query", False, (Wait("grad_scores_exchanged"),), ("grad_query_ready", "grad_out_free")),
+}
+
+
 def _body(order: str, waits: dict[str, tuple[Wait, ...]], products: dict[str, Issue] = SINGLE) -> tuple[Issue, ...]:
     """A table from the products' short names in order, and what each waits for besides its operands."""
     return tuple(
@@ -84,7 +92,17 @@ ORDERS: dict[str, tuple[Issue, ...]] = {
     ),
     # S, dP and dQ share columns: one tile after the other.
     "serial": _body("dK dQ S dP dV", {"S": (Wait("grad_query_drained", 1),), "dP": (Wait("probs_ready"),)}),
+    "pair_serial": _body(
+        "dK dQ S dP dV", {"S": (Wait("grad_query_drained", 1),), "dP": (Wait("probs_ready"),)}, SHARING_PAIR
+    ),
 }
+
+
+def refill(order: tuple[Issue, ...], name: str, stages: int) -> Wait:
+    """What a copy into a ring of that many stages waits for: what has read the stage before."""
+    if order == ORDERS["pair_serial"] and name in ("query", "query_columns"):
+        return Wait("query_columns_free", 1) if name == "query" else Wait("query_free", 0)
+    return Wait(f"{name}_free", stages)
 
 
 def before_loop(order: tuple[Issue, ...]) -> tuple[Issue, ...]:

@@ -22,26 +22,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from jax_fa4.kernels.blackwell.backward_plans import (
-    STAGED_COLUMNS,
+    FRAGMENT,
     TILE,
     WARP_ROWS,
     WARPS_PER_GROUP,
-    box_columns,
+    grad_columns,
 )
 from jax_fa4.kernels.blackwell.parts import tensor_memory
 from jax_fa4.kernels.blackwell.parts.backward_shape import ELEMENT_BYTES, HALF, Context
 from jax_fa4.kernels.parts import boxes, bulk, by_address
 from jax_fa4.kernels.parts.exp2 import exp2_unit
 from jax_fa4.kernels.parts.rounding import round_pair
-from jax_fa4.kernels.parts.row_mask import bits_of_other_ids, hidden_bits
+from jax_fa4.kernels.parts.row_mask import hidden_bits, hide_other_ids
 
-FRAGMENT = 32  # queries that are loaded together
 FRAGMENTS = HALF // FRAGMENT
+CAPPED_FRAGMENT = 16  # scores that are capped together
 VECTOR = 4  # words of 16 bytes
 ROW_BYTES = HALF * ELEMENT_BYTES  # of dS in shared memory: 128, the swizzle's width
 Pair = tuple[Float32, Float32]
-LOADED_COLUMNS = 96  # query gradients that a reducing thread holds at once; 128 do not fit its registers
-LOADED_COLUMNS_WIDE = 64  # where there are more than four pieces, whose places take registers too
+LOADED_COLUMNS = 64  # query gradients that a reducing thread holds at once: more spill, if only elsewhere
 
 
 class Compute:
@@ -56,8 +55,6 @@ class Compute:
         self.first = [group * 96, 32 + group * 32]
         self._place_statistics()
         self._place_grad_scores()
-        self.lo, self.hi = context.visible.lo(self.row), context.visible.hi(self.row)
-        self.key_id: Any = context.ids.of_query(self.row) if self.shape.has_ids else None
 
     def _place_statistics(self) -> None:
         """Where the thread reads the log-sums: keys beyond the last read +inf, which makes their probs 0."""
@@ -102,9 +99,7 @@ class Compute:
 
     def step(self, use: Any, step: Any, is_masked: bool) -> None:
         """One tile; `use` counts the tiles of all heads, `step` those of this head."""
-        hidden: list[Any] = [None] * FRAGMENTS
-        if is_masked:
-            hidden = [self.hidden_bits(self.context.query_row(step) + first) for first in self.first]
+        hidden = self.hidden_words(step) if is_masked else [None] * FRAGMENTS
         self.context.wait("statistics_landed", use)
         self.context.wait("scores_ready", use)
         tensor_memory.fence_after_wait()
@@ -139,37 +134,62 @@ class Compute:
         """Probs to tensor memory; what the gradients of probs are to be multiplied by, fragment by fragment."""
         shape = self.shape
         log_sums = self.log_sums + self.context.stage("statistics", use) * self.log_sums_stage
-        columns = shape.columns("scores")
-        at_once = 1 if shape.has_cap else FRAGMENTS  # a cap takes the registers of a second fragment
+        columns = self.lanes + shape.columns("scores")
+        # All scores are loaded at once; with a cap, which needs registers, few, and the next ones when the probs of
+        # these are done: none of those is negative, so the sign of the last is a 0 that is not known when compiling.
+        size = CAPPED_FRAGMENT if shape.has_cap else FRAGMENT
+        places = [(first, start) for first in self.first for start in range(0, FRAGMENT, size)]
+        at_once = 1 if shape.has_cap else len(places)
         loaded: list[Any] = []
         kept: list[Float32] = []
-        for part, first in enumerate(self.first):
-            for ahead in self.first[len(loaded) : part + at_once]:
-                loaded.append(tensor_memory.load(self.lanes + columns + ahead, FRAGMENT))
-            words = self.exponentiate(loaded[part], hidden[part], log_sums + first * 4, kept)
-            tensor_memory.store(self._half_columns("probs", part), words)
+        words: list[Any] = []
+        for number, (first, start) in enumerate(places):
+            for ahead in places[len(loaded) : number + at_once]:
+                zero = Int32(words[-1] >> 31) if words and shape.has_cap else 0
+                loaded.append(tensor_memory.load(columns + sum(ahead) + zero, size))
+            hidden_of_part = hidden[number * size // FRAGMENT]
+            words += self.exponentiate(loaded[number], start, hidden_of_part, log_sums + first * 4, kept)
+            if len(words) * 2 == FRAGMENT:
+                tensor_memory.store(self._half_columns("probs", number * size // FRAGMENT), words)
+                words = []
         return kept
 
-    @cute.jit
-    def hidden_bits(self, first_column: Int32) -> Uint32:
-        """Which of a fragment's queries do not see the thread's key."""
-        hidden = hidden_bits(self.lo, self.hi, first_column)
-        if cutlass.const_expr(self.shape.has_ids):  # noqa: SIM102 (this condition is the compiler's)
-            if self.context.item.compare_ids != 0:
-                hidden = hidden | bits_of_other_ids(self.key_id, self.context.ids, first_column)
-        return hidden
+    def hidden_words(self, step: Any) -> list[Any]:
+        """Which of each fragment's queries do not see the thread's key, a bit for each, of the step-th tile."""
+        # What masks are made of is read anew for each tile, since registers are few: 0 is added to the row, but that
+        # is not known when compiling.
+        row, visible = self.row + (Int32(step) >> 30), self.context.visible
+        lo, hi = visible.lo(row), visible.hi(row)
+        words, first = cute.make_rmem_tensor((FRAGMENTS,), Uint32), self.context.query_row(step) + self.group * HALF
+        for place in range(FRAGMENTS):
+            words[place] = hidden_bits(lo, hi, first + place * FRAGMENT)
+        if self.shape.has_ids:
+            self.hide_other_ids(words, row, first)
+        # The second group takes its fragments in the other order.
+        is_second = self.group != 0
+        return [cutlass.select_(is_second, words[1 - part], words[part]) for part in range(FRAGMENTS)]
 
-    def exponentiate(self, scores: Any, hidden: Uint32 | None, log_sums: Int32, kept: list[Float32]) -> list[Any]:
-        """Probs 2^(scale * score - log-sum) of a fragment in pairs of 16 bits; the log-sums lie at an address.
+    @cute.jit
+    def hide_other_ids(self, words: cute.Tensor, row: Int32, first_query: Int32) -> None:
+        """The same for queries of other ids, where the table says that they must be compared."""
+        if self.context.item.compare_ids != 0:
+            ids = self.context.ids
+            hide_other_ids(words, ids.of_query(row), ids, first_query)
+
+    def exponentiate(
+        self, scores: Any, first: int, hidden: Uint32 | None, log_sums: Int32, kept: list[Float32]
+    ) -> list[Any]:
+        """Probs 2^(scale * score - log-sum) of a fragment, from its `first` on, in pairs of 16 bits; the log-sums of
+        all of it lie at an address.
 
         `kept` receives the probs, or with a cap the probs times the derivatives of the capped scores.
         """
         minus_scale = (-self.scale_log2, -self.scale_log2)
         words: list[Any] = []
-        for start in range(0, FRAGMENT, 2):
+        for start in range(first, first + len(scores), 2):
             if start % VECTOR == 0:
                 of_four = by_address.read_four(log_sums, start * 4)
-            pair, slopes = (scores[start], scores[start + 1]), None
+            pair, slopes = (scores[start - first], scores[start - first + 1]), None
             if self.shape.has_cap:
                 pair, slopes = cap(pair, self.cap_log2)
             if hidden is not None:
@@ -190,6 +210,8 @@ class Compute:
         deltas = context.buffer("statistics", context.stage("statistics", use)) + TILE * 4
         columns = self.lanes + shape.columns("grad_probs")
         loaded: Any = tensor_memory.load(columns + self.first[0], FRAGMENT)
+        # With a cap there are no registers for the places of all pieces, so they are worked out for each tile.
+        zero = Int32(use) >> 30 if shape.has_cap else Int32(0)
         for part in range(FRAGMENTS):
             grads: list[Float32] = []
             for start in range(0, FRAGMENT, VECTOR):
@@ -210,7 +232,7 @@ class Compute:
                 context.wait("grad_query_ready", use - 1)
             for piece in range(FRAGMENT * ELEMENT_BYTES // 16):
                 by_address.write_four(
-                    self.grad_scores[part] ^ (piece * 16), words[piece * VECTOR : (piece + 1) * VECTOR]
+                    (self.grad_scores[part] + zero) ^ (piece * 16), words[piece * VECTOR : (piece + 1) * VECTOR]
                 )
 
     def round(self, values: Sequence[Float32]) -> list[Any]:
@@ -238,27 +260,33 @@ class Compute:
 
     def store_result(self, name: str, dim: int, tensor_map: cute.CopyAtom, factor: Float32) -> None:
         """Each warp brings its 32 keys from tensor memory to shared memory, and from there to the tensor."""
-        context, warp = self.context, self.thread // 32
+        context, warp, is_split = self.context, self.thread // 32, self.shape.is_split
         columns = self.lanes + self.shape.columns(name)
         self.clear(columns, dim)
-        width = box_columns(dim)
-        row_bytes = width * ELEMENT_BYTES
+        width, element_bytes = grad_columns(dim, is_split), 4 if is_split else ELEMENT_BYTES
+        row_bytes = width * element_bytes
+        # Parts in float32 are twice as large as where they are staged: so boxes take turns.
+        slots = self.shape.stage_bytes(f"staged_{name}") // (TILE * row_bytes)
         # Rows of 128 bytes: a piece's place is changed by its row modulo 8; of 64: by half the row, modulo 4.
-        swizzle = (self.thread & 7) * 16 if width == HALF else ((self.thread >> 1) & 3) * 16
+        swizzle = (self.thread & 7) * 16 if row_bytes == ROW_BYTES else ((self.thread >> 1) & 3) * 16
         for box in range(dim // width):
-            start = context.buffer(f"staged_{name}") + box * TILE * row_bytes
+            start = context.buffer(f"staged_{name}") + box % slots * TILE * row_bytes
             row = start + self.thread * row_bytes + swizzle
+            if box >= slots:
+                cute.arch.cp_async_bulk_wait_group(slots - 1, read=True)
+                cute.arch.sync_warp()
             for column in range(0, width, FRAGMENT):
                 at = columns + box * width + column
-                words = self.round([value * factor for value in tensor_memory.load(at, FRAGMENT)])
-                for piece in range(FRAGMENT * ELEMENT_BYTES // 16):
-                    place = row ^ (column * ELEMENT_BYTES + piece * 16)
+                values = [value * factor for value in tensor_memory.load(at, FRAGMENT)]
+                words = values if is_split else self.round(values)
+                for piece in range(FRAGMENT * element_bytes // 16):
+                    place = row ^ (column * element_bytes + piece * 16)
                     by_address.write_four(place, words[piece * VECTOR : (piece + 1) * VECTOR])
             by_address.fence_for_async()
             cute.arch.sync_warp()
             corner = (box * width, context.key_row + warp * WARP_ROWS, context.item.head, context.item.batch)
             boxes.store(boxes.address_of(tensor_map), start + warp * WARP_ROWS * row_bytes, corner)
-        cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -298,7 +326,8 @@ class Relay:
 
 
 class Order:
-    """The order in which items add to a tile's sums: those with later keys first, each warp by itself.
+    """The order in which items add to a tile's sums, each warp by itself: those with later keys first, or those with
+    earlier ones, as they start.
 
     Warp w of an item adds to the same places as warp w of any other. It waits until its flag counts the items before
     its own, and raises it when its sums have arrived.
@@ -315,16 +344,19 @@ class Order:
 
     def before(self, context: Context, tile: Int32) -> Int32:
         """How many items add to a tile before this one."""
-        item = context.item
+        item, rows = context.item, context.shape.items_rows
         if context.shape.intervals:
-            key_tiles = cute.ceil_div(context.visible.queries, context.shape.items_rows)
+            key_tiles = cute.ceil_div(context.visible.queries, rows)
             row = Int64(item.batch) * self.rank_stride * key_tiles + item.query_tile
             return cute.make_tensor(self.ranks + (row * self.query_tiles + tile), cute.make_layout(1))[0]
-        # The last key that the tile's last query sees; in the transposed band, rows are keys.
+        # In the transposed band, rows are keys: the last that the tile's last query sees, the first that its first one
+        # does.
         band: Any = context.visible
-        last = cutlass.min((tile + 1) * TILE, band.keys) - 1
-        seen = cutlass.min(last - band.offset + band.left + 1, band.queries)
-        return (seen - 1) // context.shape.items_rows - item.query_tile
+        seen = cutlass.min((tile + 1) * TILE - band.offset + band.left, band.queries)
+        first = cutlass.max(tile * TILE - band.offset - band.right, Int32(0))
+        return cutlass.select_(
+            context.last_first != 0, (seen - 1) // rows - item.query_tile, item.query_tile - first // rows
+        )
 
 
 class Reduce:
@@ -337,8 +369,10 @@ class Reduce:
         self.sums_map = boxes.address_of(sums_map)
         self.slots = self.shape.stages("staged_grad_query") // WARPS_PER_GROUP
         self.staged = context.buffer("staged_grad_query", self.warp * self.slots)
-        self.row = self.staged + lane * STAGED_COLUMNS * 4 + (lane & 7) * 16
-        self.pieces = self.shape.head_dim // self.shape.ctas // STAGED_COLUMNS
+        self.box = self.shape.stage_bytes("staged_grad_query") // (WARP_ROWS * 4)  # columns
+        swizzle = (lane & 7) * 16 if self.box == FRAGMENT else ((lane >> 1) & 3) * 16
+        self.row = self.staged + lane * self.box * 4 + swizzle
+        self.pieces = self.shape.head_dim // self.shape.ctas // FRAGMENT
         self.first_row, self.first_column = self.warp * WARP_ROWS, Int32(0)
         if self.shape.ctas == 2:
             # A product of a pair with 64 rows in each CTA: lanes 64 and up have the second half of the columns.
@@ -360,20 +394,22 @@ class Reduce:
         context.wait("grad_query_ready", use)
         tensor_memory.fence_after_wait()
         loaded: list[Any] = []
-        ahead = (LOADED_COLUMNS if self.pieces <= 4 else LOADED_COLUMNS_WIDE) // STAGED_COLUMNS
+        ahead = LOADED_COLUMNS // FRAGMENT
         for piece in range(self.pieces):
             while len(loaded) < min(self.pieces, piece + ahead):
-                loaded.append(tensor_memory.load(columns + len(loaded) * STAGED_COLUMNS, STAGED_COLUMNS))
+                loaded.append(tensor_memory.load(columns + len(loaded) * FRAGMENT, FRAGMENT))
                 if len(loaded) == self.pieces:
                     tensor_memory.wait_loads()
                     tensor_memory.fence_before_arrival()
                     context.signal("grad_query_drained").arrive_elected(0)
             if piece == 0:
-                self.wait_for_turn(head, context.item.key_tile(step))
-            column = self.first_column + piece * STAGED_COLUMNS
-            corner = (column, context.query_row(step) + self.first_row, head)
-            self.add(use, piece, loaded[piece], corner)
-        self.end_turn(head, context.item.key_tile(step))
+                self.wait_for_turn(head, context.query_tile(step))
+            for start in range(0, FRAGMENT, self.box):
+                column = self.first_column + piece * FRAGMENT + start
+                corner = (column, context.query_row(step) + self.first_row, head)
+                number = (piece * FRAGMENT + start) // self.box
+                self.add(use, number, loaded[piece][start : start + self.box], corner)
+        self.end_turn(head, context.query_tile(step))
 
     def wait_for_turn(self, head: Any, tile: Int32) -> None:
         """Wait until those before have added to a tile, if there is an order."""
@@ -392,16 +428,16 @@ class Reduce:
             with cute.arch.elect_one():
                 bulk.raise_flag(self.order.flag(self.context, self.warp, head, tile))
 
-    def add(self, use: Int32, piece: int, sums: Any, corner: tuple[Any, Any, Any]) -> None:
-        """Stage 32 columns, when the copy before the last has read its slot, and add them to global memory."""
+    def add(self, use: Int32, number: int, sums: Any, corner: tuple[Any, Any, Any]) -> None:
+        """Stage the tile's box of that number, when the last copy of its slot has read it, and add it to memory."""
         slot_bytes = self.shape.stage_bytes("staged_grad_query")
-        # Slots take turns; which is known when compiling, unless a tile has an odd number of pieces.
-        fixed, moving = (piece % self.slots) * slot_bytes, Int32(0)
-        if self.pieces % self.slots:
-            fixed, moving = 0, ((use + piece) & (self.slots - 1)) * slot_bytes
+        # Slots take turns; which is known when compiling, unless a tile has an odd number of boxes.
+        fixed, moving = (number % self.slots) * slot_bytes, Int32(0)
+        if self.pieces * FRAGMENT // self.box % self.slots:
+            fixed, moving = 0, ((use + number) & (self.slots - 1)) * slot_bytes
         cute.arch.cp_async_bulk_wait_group(self.slots - 1, read=True)
         cute.arch.sync_warp()
-        for column in range(0, STAGED_COLUMNS, VECTOR):
+        for column in range(0, self.box, VECTOR):
             by_address.write_four((self.row + moving) ^ (column * 4), sums[column : column + VECTOR], fixed)
         by_address.fence_for_async()
         cute.arch.sync_warp()
