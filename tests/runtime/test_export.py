@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_fa4
 from jax_fa4 import dispatch
@@ -84,6 +87,41 @@ def test_exported_for_a_gpu_that_is_not_here_and_loaded_elsewhere(function, tmp_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("device 0") == len(hashes)
+
+
+def ring_gradient(mesh: Mesh, implementation: str) -> object:
+    """The gradient of a causal ring over a mesh."""
+    spec = PartitionSpec(None, "sequence")
+    local = functools.partial(
+        jax_fa4.ring_attention, axis_name="sequence", layout="zigzag", is_causal=True, implementation=implementation
+    )
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.jit(jax.grad(lambda *x: jnp.sum(mapped(*x).astype(jnp.float32) ** 2), (0, 1, 2)))
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs the CPU devices of conftest.py")
+def test_a_ring_over_two_devices_is_exported() -> None:
+    """By `jax.shard_map`: for GPUs that are not here, with kernels of the wheel; and for CPU devices, which run it."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("sequence",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    shape = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16, sharding=sharding)
+    checks = jax_fa4.export_disabled_checks()
+    if launch_is_built():
+        with jax_fa4.target("sm_90"):
+            program = export.export(ring_gradient(mesh, "fa4"), platforms=["cuda"], disabled_checks=checks)(
+                *[shape] * 3
+            )
+        loaded = export.deserialize(program.serialize())
+        assert loaded.nr_devices == 2
+        hashes = set(re.findall(r'kernel = "(\w+)"', loaded.mlir_module()))
+        assert hashes
+        assert hashes <= {facts["content_hash"] for facts in bundle.manifest().values()}
+    run = ring_gradient(mesh, "blockwise")
+    arguments = [
+        jax.device_put(jax.random.normal(jax.random.key(seed), shape.shape, shape.dtype), sharding) for seed in range(3)
+    ]
+    loaded = export.deserialize(export.export(run, disabled_checks=checks)(*[shape] * 3).serialize())
+    jax.tree.map(np.testing.assert_array_equal, loaded.call(*arguments), run(*arguments))
 
 
 def test_without_our_checks_jax_refuses() -> None:
