@@ -40,7 +40,7 @@ CLASSES = {
     "select": r"FSEL|R2P",
     "mma": r"UTC\w*MMA|HGMMA",
     "tmem": r"LDTM|STTM",
-    "tma": r"UTMALDG|UTMASTG",
+    "tma": r"UTMALDG",
     "sync": r"SYNCS|BAR\b|WARPSYNC",
     "local": r"LDL|STL",
 }
@@ -81,12 +81,17 @@ class Loop:
         return Counter(name for one in self.body for name, pattern in classes if one.is_a(pattern))
 
     @property
+    def is_softmax(self) -> bool:
+        """Whether it computes a tile's exponentials, and no products."""
+        return self.counts["ex2"] > 16 and not self.counts["mma"]
+
+    @property
     def role(self) -> str | None:
         """What the loop does, by what it holds; None where it is of no interest."""
         counts = self.counts
         if counts["mma"]:
             return "attend" if counts["ex2"] else "mma"
-        if counts["ex2"] > 16:
+        if self.is_softmax:
             return "softmax, masked" if counts["select"] > 16 else "softmax"
         if counts["tmem"]:
             return "correction"
@@ -94,7 +99,10 @@ class Loop:
 
 
 def parse(listing: str) -> list[Loop]:
-    """The innermost loops of a function: from a label to a branch back to it."""
+    """The innermost loops of a function: from a label to a branch back to it.
+
+    A softmax loop counts whole where it holds one that computes no exponentials (over a masked row's fragments).
+    """
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -107,13 +115,17 @@ def parse(listing: str) -> list[Loop]:
             instructions.append(Instruction(text, branch[1] if branch else None))
     spans = [(labels[one.target], place) for place, one in enumerate(instructions) if one.target in labels]
     # A branch back over a few instructions is a wait.
-    spans = [(begin, end) for begin, end in spans if 16 < end - begin < 2000 and begin <= end]
-    inner = [one for one in spans if not any(one != other and _is_inside(other, one) for other in spans)]
-    return [Loop(tuple(instructions[begin : end + 1])) for begin, end in inner]
+    spans = [(begin, end) for begin, end in spans if 16 < end - begin < 2000]
+    loops = {(begin, end): Loop(tuple(instructions[begin : end + 1])) for begin, end in spans}
+    softmax = {span for span, loop in loops.items() if loop.is_softmax}
+    softmax = {one for one in softmax if not any(_is_inside(other, one) for other in softmax)}
+    inner = {one for one in spans if not any(_is_inside(other, one) for other in spans)}
+    found = softmax | {one for one in inner if not any(_is_inside(one, other) for other in softmax)}
+    return [loops[one] for one in sorted(found)]
 
 
 def _is_inside(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
+    return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 @dataclass(frozen=True)
@@ -173,7 +185,9 @@ kernel gets worse. One row for each loop: its instructions, counted once each, a
 `round down` counts pairs of exponentials by the polynomial, `ex2` those of the special-function unit (in the forward
 one of them is the factor of the row), for a row of 128 keys on Blackwell, for two quarters of rows on Hopper, and for
 half a row of 128 queries in the backward. `registers` are those of the launch, which roles then trade. Blackwell's
-kernels are emulated and compiled; not yet run on silicon.
+kernels are emulated and compiled; not yet run on silicon. For compute capability 10.3 the forward's masked loop holds a
+loop over the four fragments of a row (52 instructions), which does little for those that a warp sees whole; its
+instructions, too, are counted once.
 """
 
 

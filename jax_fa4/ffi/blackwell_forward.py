@@ -6,9 +6,11 @@ run on Blackwell silicon.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
-from jax_fa4.cost import ARCHITECTURES
+from jax_fa4.cost import ARCHITECTURES, ItemCost, forward_tile
 from jax_fa4.ffi.forward_call import (
     REMEDY,
     ForwardCall,
@@ -36,6 +38,15 @@ from jax_fa4.problem import AttentionOperands, AttentionProblem
 
 __all__ = ["ARCHITECTURE_NAMES", "blackwell_forward", "describe", "why_not"]
 
+# From this predicted gain on CTAs go from item to item. They do so in a fixed order, and lose what the hardware's own
+# order gains where multiprocessors are not equally fast; so for items of equal length alone, as flash-attn-4 does.
+LEAST_GAIN = 0.01
+SCHEDULING_TEXTS = {
+    "grid": "one item a CTA",
+    "persistent": "persistent, every {workers:,}th item",
+    "cluster": "persistent, next items by cluster launch control",
+}
+
 
 def why_not(problem: AttentionProblem, *, architecture: str = "sm_100f") -> str | None:
     """None where the kernel takes the problem's forward; else one sentence with the remedy."""
@@ -49,11 +60,26 @@ def why_not(problem: AttentionProblem, *, architecture: str = "sm_100f") -> str 
 
 
 def tiles_of(problem: AttentionProblem, architecture: str) -> Tiles:
-    """The sizes of the kernel that takes a problem: a pair of CTAs where nothing is masked and two have work."""
+    """The sizes of the kernel of a problem: a pair of CTAs where nothing is masked and two have work; persistent
+    where that pays."""
     dims = padded_head_dims(problem.head_dim, problem.value_dim)
     is_dense = mask_kind(problem) == "causal" and problem.mask.band[1] is None
     has_pair = is_dense and dims in PAIR_TILES and problem.query_length > FORWARD_TILES[dims].rows
-    return tiles_for(architecture, (PAIR_TILES if has_pair else FORWARD_TILES)[dims])
+    tiles = tiles_for(architecture, (PAIR_TILES if has_pair else FORWARD_TILES)[dims])
+    pays = gain_of_persistence(problem, architecture, tiles) >= LEAST_GAIN
+    return dataclasses.replace(tiles, scheduling="persistent") if pays else tiles
+
+
+def gain_of_persistence(problem: AttentionProblem, architecture: str, tiles: Tiles) -> float:
+    """The share of time that the cost model predicts CTAs to save which go from item to item in a fixed order; 0 where
+    items are not equally long."""
+    call = forward_call(problem, architecture, tiles)
+    if call.mask_kind != "causal" or not call.is_everything_seen() or problem.is_empty:
+        return 0.0
+    share, dims = tiles.emulated / KEY_TILE, padded_head_dims(problem.head_dim, problem.value_dim)
+    tile = forward_tile(call.arch, tiles.rows // tiles.ctas, KEY_TILE, *dims, ctas=tiles.ctas, emulated_fraction=share)
+    key_tiles = -(-problem.key_length // KEY_TILE)
+    return ItemCost.of(tile).gain_of_persistence(key_tiles, call.items, call.grid.slots)
 
 
 def plan_of(problem: AttentionProblem, architecture: str, tiles: Tiles | None = None) -> KernelPlan:
@@ -78,9 +104,11 @@ def forward_call(problem: AttentionProblem, architecture: str, tiles: Tiles | No
 
 def describe(problem: AttentionProblem, *, architecture: str = "sm_100f") -> list[tuple[str, str]]:
     """What `explain` says of the forward of a problem that the kernel takes."""
-    call = forward_call(problem, architecture)
+    call, tiles = forward_call(problem, architecture), tiles_of(problem, architecture)
+    workers = call.integers()["workers"]
+    scheduling = ("scheduling", SCHEDULING_TEXTS[tiles.scheduling].format(workers=workers))
     status = ("status", "emulated and compiled; not yet run on Blackwell silicon")
-    return [*call.describe(plan_of(problem, architecture)), status]
+    return [*call.describe(plan_of(problem, architecture)), scheduling, status]
 
 
 def blackwell_forward(
@@ -98,7 +126,7 @@ def blackwell_forward(
       operands: query (B, T, N, D), key (B, S, K, D) and value (B, S, K, Dv), bfloat16 or float16; sinks, ids and
         lengths as the problem says.
       architecture: one of `ARCHITECTURE_NAMES`.
-      tiles: sizes of the kernel; None: those of `tiles_of`.
+      tiles: sizes of the kernel, and how its CTAs come by their items; None: those of `tiles_of`.
       driver: the driver library that launches it.
 
     Returns:

@@ -171,6 +171,7 @@ class ForwardCall:
             "sections": problem.batch * problem.query_heads // section_heads,
             "interval_stride": 0,
             "items": self.items,
+            "workers": min(self.items, self.arch.sms // self.ctas),
             "ctas": self.ctas,
             "head_dim": problem.head_dim,
             "value_dim": problem.value_dim,

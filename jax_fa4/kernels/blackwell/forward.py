@@ -8,7 +8,7 @@ A work item is two tiles of 128 query rows of one head, stages 0 and 1; it walks
     warp   12        mma         issues every matrix product
     warp   13        epilogue    copies finished outputs to global memory
     warp   14        load        copies queries, keys and values to shared memory
-    warp   15        idle
+    warp   15        schedule    with cluster launch control, asks for the next item; else idle
 
     shared memory    query       2 x (128, head_dim)    later the output's staging
                      keys        ring of (128, head_dim)
@@ -49,12 +49,13 @@ from cutlass.cute.runtime import make_ptr
 from jax_fa4.kernels.blackwell.geometry import FRAGMENT, HEAD_FRAGMENTS, KEY_TILE, STAGES, TILE_ROWS, WARPS_PER_GROUP
 from jax_fa4.kernels.blackwell.parts import products, tensor_memory
 from jax_fa4.kernels.blackwell.parts.correction import Correction, Epilogue
+from jax_fa4.kernels.blackwell.parts.items import schedule, walk
+from jax_fa4.kernels.blackwell.parts.places import Past, Place, uncertain_zero
 from jax_fa4.kernels.blackwell.parts.products import SharedOperand
 from jax_fa4.kernels.blackwell.parts.shape import ELEMENT_BYTES, Call, Context, Memory, Shape
 from jax_fa4.kernels.blackwell.parts.softmax import Softmax
 from jax_fa4.kernels.parts import boxes
 from jax_fa4.kernels.parts.row_softmax import RowStatistics
-from jax_fa4.kernels.parts.signals import Cursor
 from jax_fa4.kernels.plan import KernelPlan
 
 GROUP_THREADS = 32 * WARPS_PER_GROUP
@@ -63,31 +64,39 @@ MMA_WARP = CORRECTION_WARP + WARPS_PER_GROUP
 EPILOGUE_WARP = MMA_WARP + 1
 LOAD_WARP = MMA_WARP + 2
 HEAD_STEPS = range(HEAD_FRAGMENTS * FRAGMENT // products.DEPTH)
-# The compiler keeps the descriptors of both stages' queries in uniform registers, of which there are too few for more
-# than this many steps of depth (it spills). Then they are made anew each time, from the base read anew, which is 0.
-MOST_HOISTED = 8
 TAIL_STEPS = range(HEAD_STEPS.stop, KEY_TILE // products.DEPTH)
+# Without `uncertain_zero` in them, descriptors of the queries are made before the loop, and there are too few uniform
+# registers for them; with more than 8 steps of depth too few also for the addresses of the probs.
+MOST_HOISTED = 8
 
 
 class Load:
     """One warp: the first keys and the queries, then values and keys in the order in which they are needed."""
 
-    def __init__(self, context: Context, maps: tuple[cute.CopyAtom, ...], group_size: Int32) -> None:
-        self.context, self.shape, self.kv_head = context, context.shape, context.item.head // group_size
+    def __init__(self, memory: Memory, maps: tuple[cute.CopyAtom, ...], group_size: Int32) -> None:
+        self.shape, self.group_size, self.past = memory.shape, group_size, Past(memory.shape.has_many_items)
         self.query_map, self.key_map, self.value_map = (boxes.address_of(one) for one in maps)
-        self.key_place, self.value_place = Cursor(self.shape.key_stages), Cursor(self.shape.value_stages)
+        self.key_place, self.value_place = Place(self.shape.key_stages), Place(self.shape.value_stages)
 
     @cute.jit
-    def run(self) -> None:
-        """Issue every copy of the item."""
-        steps = self.context.item.count
+    def run(self, context: Context) -> None:
+        """Issue every copy of an item."""
+        self.context, self.kv_head = context, context.item.head // self.group_size
+        steps = context.item.count
         if steps > 0:
             self.load_keys(Int32(0))
-            for stage in cutlass.range_constexpr(STAGES):
+        for stage in cutlass.range_constexpr(STAGES):
+            if cutlass.const_expr(self.shape.has_many_items):
+                # Also before items that load none: who waits for parities must not miss a phase, and says so.
+                context.signal("query_free").wait_free(stage, self.past.items)
+                context.signal("query_free").arrive_elected(stage)
+            if steps > 0:
                 self.load_query(stage)
+        if steps > 0:
             for step in cutlass.range(1, steps, 1, unroll=1):
                 self.load_pair(step)
             self.load_values(steps - 1)
+        self.past.add(steps)
 
     def load_pair(self, step: Any) -> None:
         """Keys of a step and values of the one before, in the order in which the products take them."""
@@ -117,7 +126,7 @@ class Load:
         self.load_step(self.value_map, "values", (KEY_TILE, shape.value_columns), column, row, self.value_place)
 
     def load_step(
-        self, tensor_map: Int64, name: str, tile: tuple[int, int], column: Any, row: Int32, cursor: Cursor
+        self, tensor_map: Int64, name: str, tile: tuple[int, int], column: Any, row: Int32, cursor: Place
     ) -> None:
         """A tile (rows, columns) of keys or values, when its place in the ring is free."""
         context, item = self.context, self.context.item
@@ -142,28 +151,29 @@ class Load:
 class Mma:
     """One warp: issues every product. See the order at the head of this file."""
 
-    def __init__(self, context: Context) -> None:
-        shape = context.shape
-        self.context, self.shape = context, shape
+    def __init__(self, memory: Memory) -> None:
+        shape = memory.shape
+        self.memory, self.shape, self.past = memory, shape, Past(shape.has_many_items)
         self.scores, self.output = shape.score_product, shape.output_product
         query: SharedOperand = self.scores.a  # type: ignore[assignment]
-        self.query = [query.lower(context.buffer("query", one)) for one in range(STAGES)]
-        self.key_place, self.value_place = Cursor(shape.key_stages), Cursor(shape.value_stages)
-        self.base = tensor_memory.base(context.buffer("tensor_memory_base"))
+        self.query = [query.lower(memory.buffer("query", one)) for one in range(STAGES)]
+        self.key_place, self.value_place = Place(shape.key_stages), Place(shape.value_stages)
+        self.base = tensor_memory.base(memory.buffer("tensor_memory_base"))
 
     @cute.jit
-    def run(self) -> None:
-        """Every step of the item."""
-        steps = self.context.item.count
+    def run(self, context: Context) -> None:
+        """Every step of an item."""
+        steps = context.item.count
         if steps > 0:
             self.wait_landed("keys", self.key_place)
             for stage in cutlass.range_constexpr(STAGES):
-                self.context.signal("query_landed").wait(stage, Int32(0))
-                self.multiply_keys(stage)
+                self.memory.signal("query_landed").wait(stage, self.past.visiting)
+                self.multiply_keys(stage, steps)
             self.release("keys", self.key_place)
             for step in cutlass.range(0, steps - 1, 1, unroll=1):
                 self.step(step)
             self.last(steps - 1)
+        self.past.add(steps)
 
     def step(self, step: Any) -> None:
         """Outputs of this step, scores of the next."""
@@ -177,17 +187,16 @@ class Mma:
                 self.wait_landed("keys", self.key_place)
             else:
                 self.release("values", self.value_place)
-            self.multiply_keys(stage)
+            self.multiply_keys(stage, step)
         self.release("keys", self.key_place)
 
     def step_with_own_probs(self, step: Any) -> None:
         """Scores of the next step as soon as this step's are read, then this step's outputs."""
-        context = self.context
         self.wait_landed("keys", self.key_place)
         for stage in range(STAGES):
-            context.signal("scores_read").wait(stage, step)
+            self.memory.signal("scores_read").wait(stage, self.past.steps + step)
             tensor_memory.fence_after_wait()
-            self.multiply_keys(stage)
+            self.multiply_keys(stage, step)
         self.release("keys", self.key_place)
         self.wait_landed("values", self.value_place)
         for stage in range(STAGES):
@@ -200,43 +209,46 @@ class Mma:
         self.wait_landed("values", self.value_place)
         for stage in range(STAGES):
             self.multiply_values(stage, step)
+            if stage == 1 and self.shape.has_many_items:
+                # Before what everyone waits for: nothing may arrive when the CTA is gone.
+                self.release("values", self.value_place)
             self.announce("out_done", stage)
 
-    def multiply_keys(self, stage: int) -> None:
-        """Scores of a stage with the keys at the cursor."""
-        key = self.scores.b.lower(self.context.buffer("keys", self.key_place.stage))
+    def multiply_keys(self, stage: int, step: Any) -> None:
+        """Scores of a stage with the keys at the cursor; `step` is a number that changes in the loop around."""
+        key = self.scores.b.lower(self.memory.buffer("keys", self.key_place.stage))
         steps = range(self.shape.head_dim // products.DEPTH)
-        base, query = self.base, self.query[stage]
-        if len(steps) > MOST_HOISTED:
-            base = tensor_memory.base(self.context.buffer("tensor_memory_base"))
-            query = query + base
+        zero = uncertain_zero(step)
+        base, query = self.base + zero, self.query[stage] + zero
         self.scores.issue(base, self.shape.columns(f"scores_{stage}"), query, key, steps, False)
         self.announce("scores_ready", stage)
 
     def multiply_values(self, stage: int, step: Any) -> None:
         """Output of a stage with the values at the cursor, as soon as its probs are there."""
-        context, shape = self.context, self.shape
-        value = self.output.b.lower(context.buffer("values", self.value_place.stage))
-        out, probs = shape.columns(f"out_{stage}"), shape.columns(f"probs_{stage}")
-        context.signal("output_ready").wait(stage, step)
+        memory, shape, use = self.memory, self.shape, self.past.steps + step
+        value = self.output.b.lower(memory.buffer("values", self.value_place.stage))
+        out, probs, base = shape.columns(f"out_{stage}"), shape.columns(f"probs_{stage}"), self.base
+        if shape.head_dim // products.DEPTH > MOST_HOISTED:
+            base = base + uncertain_zero(step)
+        memory.signal("output_ready").wait(stage, use)
         tensor_memory.fence_after_wait()
-        self.output.issue(self.base, out, probs, value, HEAD_STEPS, step)
-        context.signal("probs_ready").wait(stage, step)
+        self.output.issue(base, out, probs, value, HEAD_STEPS, step)
+        memory.signal("probs_ready").wait(stage, use)
         tensor_memory.fence_after_wait()
-        self.output.issue(self.base, out, probs, value, TAIL_STEPS, True)
+        self.output.issue(base, out, probs, value, TAIL_STEPS, True)
 
-    def wait_landed(self, name: str, cursor: Cursor) -> None:
+    def wait_landed(self, name: str, cursor: Place) -> None:
         """Wait for the tile at the cursor."""
-        self.context.signal(f"{name}_landed").wait(cursor.stage, cursor.use)
+        self.memory.signal(f"{name}_landed").wait(cursor.stage, cursor.use)
 
-    def release(self, name: str, cursor: Cursor) -> None:
+    def release(self, name: str, cursor: Place) -> None:
         """The tile at the cursor is free when what was issued is done."""
         self.announce(f"{name}_free", cursor.stage)
         cursor.advance()
 
     def announce(self, name: str, stage: Any) -> None:
         """An event of every CTA, when what was issued is done."""
-        products.commit(self.context.signal(name).address(stage), self.shape.ctas)
+        products.commit(self.memory.signal(name).address(stage), self.shape.ctas)
 
 
 class BlackwellForward:
@@ -268,6 +280,7 @@ class BlackwellForward:
         right: Int32,
         section_heads: Int32,
         interval_stride: Int32,
+        item_count: Any,
         scale_log2: Float32,
         slack: Float32,
         cap_log2: Float32,
@@ -283,7 +296,8 @@ class BlackwellForward:
         this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = Memory(shape, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024), rank)
         tables, lengths, band = (items, lo, hi, query_ids, key_ids), (queries, keys), (offset, left, right)
-        call = Call(memory, (block, query_tile, section), tables, lengths, heads, band, section_heads, interval_stride)
+        place = block, query_tile, section
+        call = Call(memory, place, tables, lengths, heads, band, section_heads, interval_stride, item_count)
         if this_warp == LOAD_WARP:
             for tensor_map in (query_map, key_map, value_map):
                 cpasync.prefetch_descriptor(tensor_map)
@@ -296,21 +310,21 @@ class BlackwellForward:
         if this_warp < CORRECTION_WARP:
             cute.arch.setmaxregister_increase(shape.registers("softmax"))
             statistics, stage = RowStatistics.create(scale_log2, slack), this_warp // WARPS_PER_GROUP
-            Softmax(call.context(), stage, thread % GROUP_THREADS, statistics, cap_log2).run()
+            walk(call, Softmax(memory, stage, thread % GROUP_THREADS, statistics, cap_log2).run)
         elif this_warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(shape.registers("correction"))
-            correction = Correction(call.context(), thread % GROUP_THREADS, scale_log2)
-            correction.run()
-            correction.finish(lse, sinks)
+            walk(call, Correction(memory, thread % GROUP_THREADS, scale_log2, lse, sinks).run)
         else:
             cute.arch.setmaxregister_decrease(shape.registers("mma"))
             if this_warp == MMA_WARP:
                 if rank == 0:
-                    Mma(call.context()).run()
+                    walk(call, Mma(memory).run)
             elif this_warp == EPILOGUE_WARP:
-                Epilogue(call.context(), out_map).run()
+                walk(call, Epilogue(memory, out_map).run)
             elif this_warp == LOAD_WARP:
-                Load(call.context(), (query_map, key_map, value_map), heads // kv_heads).run()
+                walk(call, Load(memory, (query_map, key_map, value_map), heads // kv_heads).run)
+            elif cutlass.const_expr(shape.scheduling == "cluster"):
+                schedule(memory)
         self.meet()
         if this_warp == MMA_WARP:
             tensor_memory.deallocate(shape.ctas)
@@ -336,7 +350,7 @@ class BlackwellForward:
         self,
         tensors: tuple[cute.Pointer, ...],
         pointers: tuple[Any, ...],
-        integers: tuple[Int32, ...],
+        integers: tuple[Any, ...],
         floats: tuple[Float32, ...],
     ) -> None:
         """Exists for the compiler only: the package's own runtime launches the kernel."""
@@ -369,4 +383,5 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     table = (pointer(Int32, 4),) * 3 if forward.shape.intervals else (None,) * 3
     ids = (pointer(Int32, 4),) * 2 if forward.shape.has_ids else (None,) * 2
     pointers = (pointer(Float32, 4), sinks, *table, *ids)
-    return forward.host, (tensors, pointers, (Int32(1),) * 9, (Float32(1.0),) * 3)
+    items = Int32(1) if forward.shape.scheduling == "persistent" else None
+    return forward.host, (tensors, pointers, (*(Int32(1),) * 9, items), (Float32(1.0),) * 3)

@@ -4,6 +4,7 @@ STAGES = 2  # tiles of query rows of a CTA, each with a softmax warpgroup of its
 TILE_ROWS = 128  # query rows of a tile: lanes of tensor memory, threads of a warpgroup
 KEY_TILE = 128
 WARPS_PER_GROUP = 4
+ANSWERS = 2  # of cluster launch control that shared memory holds: the loads may be an item ahead of the rest
 FRAGMENT = 32  # columns of a row that are exponentiated and stored together
 FRAGMENTS = KEY_TILE // FRAGMENT
 HEAD_FRAGMENTS = 3  # fragments of probs that suffice for the product with the values to start

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_fa4.kernels.blackwell.geometry import KEY_TILE, STAGES, TILE_ROWS, WARPS_PER_GROUP, emulated_pairs
+from jax_fa4.kernels.blackwell.geometry import (
+    ANSWERS,
+    KEY_TILE,
+    STAGES,
+    TILE_ROWS,
+    WARPS_PER_GROUP,
+    emulated_pairs,
+)
 from jax_fa4.kernels.plan import (
     DTYPES,
     Event,
@@ -26,13 +33,16 @@ ARCHITECTURE_NAMES = ("sm_100f", "sm_103a")
 FORWARD_DTYPES = ("bfloat16", "float16")
 Mask = Literal["causal", "window", "intervals", "ids"]
 MASKS: tuple[Mask, ...] = ("causal", "window", "intervals", "ids")
+# How a CTA, or a pair, comes by its items: each has one; each has every so-many-th, with as many as run at a time; or
+# there is one for each, and one that is done takes over the item of one that has not started (cluster launch control).
+Scheduling = Literal["grid", "persistent", "cluster"]
 # Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need.
 SCALARS = (
     *("query_length", "key_length", "heads", "kv_heads", "offset", "left", "right", "section_heads"),
     "interval_stride",
 )
 SIZES = (
-    *("batch", "sections", "items", "ctas", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
+    *("batch", "sections", "items", "workers", "ctas", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
     *("query_row_bytes", "key_row_bytes", "value_row_bytes", "out_row_bytes"),
     *("query_batch_bytes", "key_batch_bytes", "value_batch_bytes", "out_batch_bytes"),
 )
@@ -52,6 +62,7 @@ class Tiles:
         has_own_probs: probs have columns of their own, so that the next scores are computed while the softmax runs;
             else they overwrite half of their scores.
         ctas: CTAs that share an item: 1, or 2 that each hold half of the keys' rows and of the values' columns.
+        scheduling: how a CTA comes by its items.
     """
 
     key_stages: int
@@ -60,6 +71,7 @@ class Tiles:
     registers: tuple[int, int, int]
     has_own_probs: bool = False
     ctas: int = 1
+    scheduling: Scheduling = "grid"
 
     @property
     def rows(self) -> int:
@@ -163,6 +175,32 @@ def _events(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) ->
         Event("out_done", (("mma", 1),), ("softmax", "correction"), 1, STAGES),
         Event("out_staged", (("correction", WARPS_PER_GROUP),), ("epilogue",), WARPS_PER_GROUP, STAGES),
         *(own_probs if tiles.has_own_probs else ()),
+        *_item_events(tiles),
+    )
+
+
+def _item_events(tiles: Tiles) -> tuple[Event, ...]:
+    """Where a CTA does several items: queries lie under the staged outputs of the item before; answers of the hardware
+    are read by every warp that walks from item to item.
+
+    The load arrives at `query_free` when it has seen the one of the item before, since it tells phases apart by parity:
+    items that see no keys need no load, and would be over without it.
+    """
+    if tiles.scheduling == "grid":
+        return ()
+    free = Event("query_free", (("epilogue", 1), ("load", 1)), ("load", "correction"), 2, STAGES)
+    if tiles.scheduling == "persistent":
+        return (free,)
+    groups = {"softmax": STAGES * WARPS_PER_GROUP, "correction": WARPS_PER_GROUP, "epilogue": 1, "load": 1}
+    # Of a pair, only the first CTA has products, and only the second CTA's scheduling warp does not ask itself.
+    readers = {name: warps * tiles.ctas for name, warps in groups.items()} | {"mma": 1}
+    if tiles.ctas == 2:
+        readers["schedule"] = 1
+    walkers = ("softmax", "correction", "mma", "epilogue", "load", "schedule")
+    return (
+        free,
+        Event("item_known", (("schedule", 1),), walkers, 1, ANSWERS, 16),
+        Event("item_taken", tuple(readers.items()), ("schedule",), sum(readers.values()), ANSWERS),
     )
 
 
@@ -174,23 +212,23 @@ def _roles(tiles: Tiles) -> tuple[Role, ...]:
         Role("mma", 1, other),
         Role("epilogue", 1, other),
         Role("load", 1, other),
-        Role("idle", 1, other),
+        Role("schedule" if tiles.scheduling == "cluster" else "idle", 1, other),
     )
 
 
-def _shared(
-    tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int, out_bytes: int
-) -> tuple[SharedBuffer, ...]:
+def _shared(tiles: Tiles, query_bytes: int, key_bytes: int, value_bytes: int) -> tuple[SharedBuffer, ...]:
+    """Buffers; each stage of the outputs, which are no wider than the queries, lies over its own queries."""
     statistic = TILE_ROWS * DTYPES["float32"]
     return (
         SharedBuffer("query", query_bytes, STAGES, alignment=1024),
-        SharedBuffer("staged_out", out_bytes, STAGES, alignment=1024, over="query"),
+        SharedBuffer("staged_out", query_bytes, STAGES, alignment=1024, over="query"),
         SharedBuffer("keys", key_bytes, tiles.key_stages, alignment=1024),
         SharedBuffer("values", value_bytes, tiles.value_stages, alignment=1024),
         SharedBuffer("factors", statistic, STAGES),
         SharedBuffer("sums", statistic, STAGES, over="factors"),
         SharedBuffer("maxima", statistic, STAGES),
         SharedBuffer("tensor_memory_base", 16),
+        *((SharedBuffer("answers", 16, ANSWERS),) if tiles.scheduling == "cluster" else ()),
     )
 
 
@@ -243,6 +281,8 @@ def forward_plan(
     grid = (Extent((("section_heads", 1),)), query_tiles, Extent((("sections", 1),)))
     if mask in ("intervals", "ids"):
         grid = (Extent((("items", 1),)), Extent(), Extent())
+    if tiles.scheduling == "persistent":
+        grid = (Extent((("workers", 1),)), Extent((("ctas", 1),)), Extent())
     head_dim, value_dim = head_dims
     query_bytes = TILE_ROWS * head_dim * DTYPES[dtype]
     key_bytes, value_bytes = (KEY_TILE // tiles.ctas * dim * DTYPES[dtype] for dim in head_dims)
@@ -262,6 +302,7 @@ def forward_plan(
             ("emulated", tiles.emulated),
             ("own_probs", tiles.has_own_probs),
             ("ctas", tiles.ctas),
+            ("scheduling", tiles.scheduling),
         ),
         operands=tuple(operands),
         results=("out", "lse"),
@@ -272,22 +313,27 @@ def forward_plan(
             Parameter("result", "lse"),
             *(Parameter("operand", name) for name in operands[3:]),
             *(Parameter("int32", name) for name in SCALARS),
+            *((Parameter("int32", "items"),) if tiles.scheduling == "persistent" else ()),
             *(Parameter("float32", name) for name in FLOATS),
         ),
         grid=grid,
         roles=_roles(tiles),
         tensor_maps=_tensor_maps(dtype, head_dim, value_dim, tiles),
         cluster=(1, tiles.ctas, 1),
-        shared=_shared(tiles, query_bytes, key_bytes, value_bytes, TILE_ROWS * value_dim * DTYPES[dtype]),
+        shared=_shared(tiles, query_bytes, key_bytes, value_bytes),
         tensor_memory=_tensor_memory(value_dim, tiles),
         events=_events(tiles, query_bytes * tiles.ctas, key_bytes * tiles.ctas, value_bytes * tiles.ctas),
     )
 
 
 def bundled_plans() -> Iterator[KernelPlan]:
-    """Plans whose binaries the wheel carries: every mask, without a cap and sinks."""
+    """Plans whose binaries the wheel carries: every mask, without a cap and sinks; and the persistent form of those
+    that dense masks take."""
     for architecture, dtype in itertools.product(ARCHITECTURE_NAMES, FORWARD_DTYPES):
         for dims, mask in itertools.product(FORWARD_TILES, MASKS):
             yield forward_plan(dtype, dims, mask, architecture=architecture)
         for dims, tiles in PAIR_TILES.items():
             yield forward_plan(dtype, dims, "causal", tiles=tiles_for(architecture, tiles), architecture=architecture)
+        for dims, tiles in (*FORWARD_TILES.items(), *PAIR_TILES.items()):
+            chosen = dataclasses.replace(tiles_for(architecture, tiles), scheduling="persistent")
+            yield forward_plan(dtype, dims, "causal", tiles=chosen, architecture=architecture)

@@ -10,7 +10,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from jax_fa4.kernels.blackwell.geometry import STAGES, TILE_ROWS
 from jax_fa4.kernels.blackwell.parts import tensor_memory
-from jax_fa4.kernels.blackwell.parts.shape import ELEMENT_BYTES, Context
+from jax_fa4.kernels.blackwell.parts.places import Past, uncertain_zero
+from jax_fa4.kernels.blackwell.parts.shape import ELEMENT_BYTES, Context, Memory
 from jax_fa4.kernels.blackwell.parts.softmax import FACTOR_BARRIER, wait_pair
 from jax_fa4.kernels.parts import boxes
 from jax_fa4.kernels.parts.assembly import assembly
@@ -24,28 +25,39 @@ CHUNK = 8  # 16-bit elements of 16 bytes, the unit of swizzling
 class Correction:
     """A warpgroup: thread t has row t of both stages."""
 
-    def __init__(self, context: Context, thread: Int32, scale_log2: Float32) -> None:
-        self.context, self.shape, self.row, self.scale_log2 = context, context.shape, thread, scale_log2
+    def __init__(self, memory: Memory, thread: Int32, scale_log2: Float32, lse: cute.Pointer, sinks: Any) -> None:
+        self.memory, self.shape, self.row, self.scale_log2 = memory, memory.shape, thread, scale_log2
+        self.lse, self.sinks, self.past = lse, sinks, Past(memory.shape.has_many_items)
         self.warp = cute.arch.make_warp_uniform(thread // 32)
         self.lanes = tensor_memory.lanes_of(self.warp)
+        for stage in range(STAGES):
+            self.allow_output(stage)
+
+    def allow_output(self, stage: int) -> None:
+        """Of the item that follows, the first product may overwrite a stage's output."""
+        self.memory.signal("output_ready").arrive_elected(stage)
 
     def out(self, stage: int) -> int:
         """First column of a stage's output."""
         return self.shape.columns(f"out_{stage}")
 
+    def run(self, context: Context) -> None:
+        """Every step of an item, and its end."""
+        self.context = context
+        self.follow()
+        self.finish()
+        self.past.add(context.item.count)
+
     @cute.jit
-    def run(self) -> None:
+    def follow(self) -> None:
         """A factor from every step but the first, before which there is no output to rescale."""
-        steps, ready = self.context.item.count, self.context.signal("output_ready")
-        if steps > 0:
+        ready = self.context.signal("output_ready")
+        for _ in cutlass.range(1, self.context.item.count, 1, unroll=1):
             for stage in cutlass.range_constexpr(STAGES):
+                wait_pair(FACTOR_BARRIER + 4 * stage + self.warp)
+                factor = self.context.statistic("factors", stage, self.row)[0]
+                self.rescale(stage, factor)
                 ready.arrive_elected(stage)
-            for _ in cutlass.range(1, steps, 1, unroll=1):
-                for stage in cutlass.range_constexpr(STAGES):
-                    wait_pair(FACTOR_BARRIER + 4 * stage + self.warp)
-                    factor = self.context.statistic("factors", stage, self.row)[0]
-                    self.rescale(stage, factor)
-                    ready.arrive_elected(stage)
 
     @cute.jit
     def rescale(self, stage: int, factor: Float32) -> None:
@@ -64,21 +76,29 @@ class Correction:
             tensor_memory.fence_before_arrival()
 
     @cute.jit
-    def finish(self, lse: cute.Pointer, sinks: Any) -> None:
+    def finish(self) -> None:
         """Normalise both outputs, stage them for the copy, write the LSE."""
         context, item = self.context, self.context.item
-        sink = context.row_sink(sinks)
+        sink, lse = context.row_sink(self.sinks), self.lse
         for stage in cutlass.range_constexpr(STAGES):
-            wait_pair(FACTOR_BARRIER + 4 * stage + self.warp)
-            total = context.statistic("sums", stage, self.row)[0]
-            maximum = context.statistic("maxima", stage, self.row)[0]
-            factor, log_sum = close_row(total, maximum, self.scale_log2, sink)
+            total, maximum = Float32(0.0), Float32(-Float32.inf)
             if item.count > 0:
-                context.signal("out_done").wait(stage, Int32(0))
+                wait_pair(FACTOR_BARRIER + 4 * stage + self.warp)
+                total = context.statistic("sums", stage, self.row)[0]
+                maximum = context.statistic("maxima", stage, self.row)[0]
+            factor, log_sum = close_row(total, maximum, self.scale_log2, sink)
+            if cutlass.const_expr(self.shape.has_many_items):
+                context.signal("query_free").wait_free(stage, self.past.items)
+            if item.count > 0:
+                context.signal("out_done").wait(stage, self.past.visiting)
                 tensor_memory.fence_after_wait()
+                self.stage_out(stage, factor)
+                if cutlass.const_expr(self.shape.has_many_items):
+                    tensor_memory.wait_loads()
+                    tensor_memory.fence_before_arrival()
+                    self.allow_output(stage)
             else:
-                self.clear(stage)
-            self.stage_out(stage, factor)
+                self.stage_out(stage, None)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             context.signal("out_staged").arrive_elected(stage)
@@ -87,22 +107,22 @@ class Correction:
                 place = (Int64(item.batch) * context.visible.queries + row) * context.heads + item.head
                 cute.make_tensor(lse + place, cute.make_layout(1))[0] = log_sum
 
-    def clear(self, stage: int) -> None:
-        """Make the output of an item that visits no keys 0."""
-        for column in range(0, self.shape.value_dim, RESCALED_COLUMNS):
-            tensor_memory.store(self.lanes, [Float32(0.0)] * RESCALED_COLUMNS, self.out(stage) + column)
-        tensor_memory.wait_stores()
-
-    def stage_out(self, stage: int, factor: Float32) -> None:
-        """This thread's row, rounded, to shared memory as boxes lie there: pieces of 16 bytes swizzled by row."""
+    def stage_out(self, stage: int, factor: Float32 | None) -> None:
+        """This thread's row, rounded, or zeros, to shared memory as boxes lie there: pieces of 16 bytes swizzled by
+        row."""
         shape = self.shape
         width = shape.box_columns(shape.value_dim)
         row_bytes = width * ELEMENT_BYTES
         first = self.context.buffer("staged_out", stage) + self.row * row_bytes
+        if shape.has_many_items and shape.loads_max:
+            # Kept over the items, the addresses make this role spill; without the term, the softmax of 10.0 does.
+            first = first + uncertain_zero(self.context.item.count)
         # Address bits 4 and up are flipped by bits 7 and up (PTX ISA, swizzling modes).
         flip = (self.row & 7) << 4 if row_bytes == 128 else ((self.row >> 1) & 3) << 4
+        words = [Uint32(0)] * (RESCALED_COLUMNS // 2)
         for column in range(0, shape.value_dim, RESCALED_COLUMNS):
-            words = self.rounded(self.out(stage) + column, factor)
+            if factor is not None:
+                words = self.rounded(self.out(stage) + column, factor)
             for place in range(0, RESCALED_COLUMNS, CHUNK):
                 box, within = divmod(column + place, width)
                 address = first + box * TILE_ROWS * row_bytes + ((within * ELEMENT_BYTES) ^ flip)
@@ -119,18 +139,23 @@ class Correction:
 class Epilogue:
     """One warp: copies each stage's output when it is staged."""
 
-    def __init__(self, context: Context, out_map: cute.CopyAtom) -> None:
-        self.context, self.map = context, boxes.address_of(out_map)
+    def __init__(self, memory: Memory, out_map: cute.CopyAtom) -> None:
+        self.shape, self.map, self.past = memory.shape, boxes.address_of(out_map), Past(memory.shape.has_many_items)
 
-    def run(self) -> None:
-        """Both stages; the CTA's shared memory must not go before it is read."""
-        context, shape, item = self.context, self.context.shape, self.context.item
+    def run(self, context: Context) -> None:
+        """Both stages of an item; the CTA's shared memory must not go, nor be filled again, before it is read."""
+        shape, item = self.shape, context.item
         width = shape.box_columns(shape.value_dim)
         for stage in range(STAGES):
-            context.signal("out_staged").wait(stage, Int32(0))
+            context.signal("out_staged").wait(stage, self.past.items)
             row = context.first_row(stage)
             for box in range(shape.value_dim // width):
                 source = context.buffer("staged_out", stage) + box * TILE_ROWS * width * ELEMENT_BYTES
                 boxes.store(self.map, source, (box * width, row, item.head, item.batch))
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.cp_async_bulk_commit_group()
+            if shape.has_many_items:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                context.signal("query_free").arrive_elected(stage)
+        if not shape.has_many_items:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.past.add(item.count)

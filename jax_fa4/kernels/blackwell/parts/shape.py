@@ -20,6 +20,7 @@ from jax_fa4.kernels.plan import KernelPlan
 
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 ELEMENT_BYTES = 2
+Block = Any  # a place in the grid: of the head, of the tile of queries, of the section; or in the work table
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Shape:
     emulated: tuple[int, ...]  # pairs of each fragment that the polynomial computes
     has_own_probs: bool
     ctas: int  # that share an item and every product: 1, or 2
+    scheduling: str  # how a CTA comes by its items: `plans.Scheduling`
     loads_max: bool  # loads from tensor memory can tell the highest of what they load
     intervals: bool  # masks from memory, else by arithmetic
     has_left: bool  # an arithmetic mask's left edge is not always 0
@@ -57,6 +59,7 @@ class Shape:
             emulated=emulated_pairs(option("emulated")),
             has_own_probs=option("own_probs"),
             ctas=option("ctas"),
+            scheduling=option("scheduling"),
             loads_max=plan.architecture == "sm_103a",
             intervals=mask in ("intervals", "ids"),
             has_left=mask == "window",
@@ -64,6 +67,11 @@ class Shape:
             has_cap=option("soft_cap"),
             has_sinks=option("sinks"),
         )
+
+    @property
+    def has_many_items(self) -> bool:
+        """Whether a CTA does more than one item."""
+        return self.scheduling != "grid"
 
     @property
     def rows(self) -> int:
@@ -116,7 +124,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Memory:
-    """A CTA's buffers and events in shared memory."""
+    """A CTA's buffers and events in shared memory; of a pair, where the first CTA's barriers are waited at by it alone,
+    both arrive there."""
 
     shape: Shape
     memory: cute.Pointer  # dynamic shared memory
@@ -137,12 +146,12 @@ class Memory:
         return cute.make_tensor(self.pointer(name, Float32) + (Int32(stage) * TILE_ROWS + row), cute.make_layout(1))
 
     def signal(self, name: str) -> Signal:
-        """The barriers of an event; of a pair, those that the tensor core's warp waits for are the first CTA's."""
+        """The barriers of an event; of a pair, those that only one warp of the first CTA waits for are that CTA's."""
         plan = self.shape.plan
         event = next(one for one in plan.events if one.name == name)
         pointer = cute.recast_ptr(self.memory + plan.event_offsets[name], dtype=Int64)
         in_leader = None
-        if self.shape.ctas == 2 and event.waiters == ("mma",):
+        if self.shape.ctas == 2 and event.waiters in (("mma",), ("schedule",)):
             text = "mapa.shared::cluster.u32 $0, $1, 0;"
             in_leader = assembly(text, [Int32], pointer.toint(), has_effect=False)
         return Signal(pointer, event.stages, event.count, in_leader)
@@ -183,18 +192,27 @@ class Call:
     """
 
     memory: Memory
-    block: tuple[Int32, Int32, Int32]
+    block: tuple[Int32, Int32, Int32]  # this CTA's place in the grid
     tables: tuple[Any, ...]  # work table, lo, hi, query ids, key ids; None where the plan has none
     lengths: tuple[Int32, Int32]  # queries, keys
     heads: Int32
     band: tuple[Int32, Int32, Int32]  # offset, left, right
     section_heads: Int32
     interval_stride: Int32
+    items: Any  # how many in all; None where their number is that of CTAs or pairs
 
-    def context(self) -> Context:
-        """The item, what its rows see, and everything else."""
+    def numbered(self, number: Any) -> tuple[Int32, Int32, Int32]:
+        """The place of an item in the grid that has one CTA or pair for each."""
+        if self.memory.shape.intervals:
+            return number, Int32(0), Int32(0)
+        tiles = cute.ceil_div(self.lengths[0], self.memory.shape.rows)
+        rest = number // self.section_heads
+        return number % self.section_heads, rest % tiles, rest // tiles
+
+    def context(self, place: Block) -> Context:
+        """The item at a place of the grid, what its rows see, and everything else."""
         shape, (queries, keys) = self.memory.shape, self.lengths
-        (block, query_tile, section), (items, lo, hi, query_ids, key_ids) = self.block, self.tables
+        (block, query_tile, section), (items, lo, hi, query_ids, key_ids) = place, self.tables
         visible: Any
         if shape.intervals:
             item = WorkItem.read(items, block)

@@ -10,7 +10,8 @@ from cutlass import Float32, Int32, Uint32
 
 from jax_fa4.kernels.blackwell.geometry import FRAGMENT, FRAGMENTS, HEAD_FRAGMENTS, KEY_TILE
 from jax_fa4.kernels.blackwell.parts import tensor_memory
-from jax_fa4.kernels.blackwell.parts.shape import Context
+from jax_fa4.kernels.blackwell.parts.places import Past
+from jax_fa4.kernels.blackwell.parts.shape import Context, Memory
 from jax_fa4.kernels.parts.assembly import assembly
 from jax_fa4.kernels.parts.exp2 import ScaledRow
 from jax_fa4.kernels.parts.rounding import round_pair
@@ -35,8 +36,8 @@ def wait_pair(number: Int32) -> None:
 class Softmax:
     """A warpgroup of one stage."""
 
-    def __init__(self, context: Context, stage: Int32, thread: Int32, statistics: RowStatistics, cap_log2: Any) -> None:
-        self.context, self.shape, self.stage, self.row = context, context.shape, stage, thread
+    def __init__(self, memory: Memory, stage: Int32, thread: Int32, statistics: RowStatistics, cap_log2: Any) -> None:
+        self.shape, self.stage, self.row, self.past = memory.shape, stage, thread, Past(memory.shape.has_many_items)
         self.statistics, self.cap_log2 = statistics, cap_log2
         warp = cute.arch.make_warp_uniform(thread // 32)
         self.pair = FACTOR_BARRIER + 4 * stage + warp
@@ -44,15 +45,20 @@ class Softmax:
         self.scores = lanes + stage * KEY_TILE
         probs = [self.shape.columns(f"probs_{one}") for one in range(2)]
         self.probs = lanes + probs[0] + stage * (probs[1] - probs[0])
-        self.query_row = context.first_row(stage) + thread
+
+    def start(self, context: Context) -> None:
+        """Turn to an item: what the row sees of it."""
+        self.context = context
+        self.query_row = context.first_row(self.stage) + self.row
         has_lo = self.shape.has_left or self.shape.intervals
         self.lo = context.visible.lo(self.query_row) if has_lo else None
         self.hi = context.visible.hi(self.query_row)
 
     @cute.jit
-    def run(self) -> None:
-        """Every step of the item: the first, other masked ones, whole ones; each kind has its copy of the code."""
-        item = self.context.item
+    def run(self, context: Context) -> None:
+        """Every step of an item: the first, other masked ones, whole ones; each kind has its copy of the code."""
+        self.start(context)
+        item = context.item
         if item.count > 0:
             self.step(Int32(0), is_masked=True, is_first=True)
             masked = self.masked_count()
@@ -60,8 +66,9 @@ class Softmax:
                 self.step(step, is_masked=True, is_first=False)
             for step in cutlass.range(cutlass.max(masked, Int32(1)), item.count, 1, unroll=1):
                 self.step(step, is_masked=False, is_first=False)
-            self.context.signal("out_done").wait(self.stage, Int32(0))
-        self.publish()
+            context.signal("out_done").wait(self.stage, self.past.visiting)
+            self.publish()
+        self.past.add(item.count)
 
     def masked_count(self) -> Int32:
         """Steps that need element masks; with a right edge alone, those of this stage's rows, not of the item's."""
@@ -74,10 +81,16 @@ class Softmax:
     def step(self, step: Any, is_masked: bool, is_first: bool) -> None:
         """One tile: scores from tensor memory, probs back to it."""
         context, statistics = self.context, self.statistics
-        words = self.hidden_words(step) if is_masked else None
-        context.signal("scores_ready").wait(self.stage, step)
+        hides_in_place = is_masked and self.shape.loads_max
+        words = self.tile_words(step) if is_masked and not hides_in_place else None
+        context.signal("scores_ready").wait(self.stage, self.past.steps + step)
         tensor_memory.fence_after_wait()
-        scores, highest = self.load_scores(words)
+        if hides_in_place:
+            self.hide_in_place(step)
+        if self.shape.loads_max and (is_masked or not self.shape.has_cap):
+            scores, highest = self.load_scores_with_max()
+        else:
+            scores, highest = self.load_scores(words)
         factor = None
         if is_first:
             scaled = statistics.take_first(highest)
@@ -94,9 +107,6 @@ class Softmax:
 
     def load_scores(self, words: list[Any] | None) -> tuple[list[Any], Float32]:
         """The row's scores, capped, without those whose bits in `words` are set; and the highest of them."""
-        if self.shape.loads_max and words is None and not self.shape.has_cap:
-            found = [tensor_memory.load_with_max(self.scores, FRAGMENT, one * FRAGMENT) for one in range(FRAGMENTS)]
-            return [score for scores, _ in found for score in scores], highest_of([highest for _, highest in found])
         scores: list[Any] = []
         for fragment in range(FRAGMENTS):
             scores += tensor_memory.load(self.scores, FRAGMENT, fragment * FRAGMENT)
@@ -106,19 +116,51 @@ class Softmax:
             hide(scores, words)
         return scores, highest_of(scores)
 
+    def load_scores_with_max(self) -> tuple[list[Any], Float32]:
+        """The row's scores as they lie in tensor memory, and the highest of them, which the loads tell."""
+        found = [tensor_memory.load_with_max(self.scores, FRAGMENT, one * FRAGMENT) for one in range(FRAGMENTS)]
+        return [score for scores, _ in found for score in scores], highest_of([highest for _, highest in found])
+
+    @cute.jit
+    def hide_in_place(self, step: Any) -> None:
+        """Cap and hide scores in tensor memory, so that the loads that follow find the highest of the others.
+
+        A loop over fragments, which leaves out those that every row of the warp sees whole: of a tile on the diagonal
+        a warp sees all but a few so.
+        """
+        first_column = self.context.item.key_tile(step) * KEY_TILE
+        for fragment in cutlass.range(FRAGMENTS, unroll=1):
+            word = self.hidden_words(first_column + fragment * FRAGMENT, FRAGMENT)[0]
+            if self.shape.has_cap or cute.arch.vote_any_sync(word != Uint32(0)):
+                self.rewrite(fragment, word)
+        tensor_memory.wait_stores()
+
+    def rewrite(self, fragment: Any, word: Any) -> None:
+        """Cap a fragment of scores in tensor memory, and hide those whose bits are set."""
+        address = self.scores + fragment * FRAGMENT
+        scores = list(tensor_memory.load(address, FRAGMENT))
+        if self.shape.has_cap:
+            cap(scores, self.cap_log2)
+        hide(scores, [word])
+        tensor_memory.store(address, scores)
+
     def release_scores(self, step: Any, is_first: bool) -> None:
         """The scores are in registers; the probs' columns are free when the product with the last ones is done."""
         tensor_memory.wait_loads()
         tensor_memory.fence_before_arrival()
         self.context.signal("scores_read").arrive_elected(self.stage)
         if not is_first:
-            self.context.signal("out_updated").wait(self.stage, step - 1)
+            # The last step of an item does not tell.
+            self.context.signal("out_updated").wait(self.stage, self.past.steps - self.past.visiting + step - 1)
             tensor_memory.fence_after_wait()
 
-    def hidden_words(self, step: Any) -> list[Any]:
+    def tile_words(self, step: Any) -> list[Any]:
         """Bits of the keys of a step that the row does not see."""
-        first_column = self.context.item.key_tile(step) * KEY_TILE
-        words: list[Any] = hidden_words(self.lo, self.hi, first_column, KEY_TILE)
+        return self.hidden_words(self.context.item.key_tile(step) * KEY_TILE, KEY_TILE)
+
+    def hidden_words(self, first_column: Int32, columns: int) -> list[Any]:
+        """Bits of these keys that the row does not see."""
+        words: list[Any] = hidden_words(self.lo, self.hi, first_column, columns)
         if self.shape.has_ids:
             tensor = cute.make_rmem_tensor((len(words),), Uint32)
             for place, word in enumerate(words):
