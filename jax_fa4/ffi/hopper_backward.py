@@ -16,7 +16,7 @@ from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.ffi import hopper_forward
 from jax_fa4.ffi.forward_call import UNBOUNDED, mask_kind, softmax_floats
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
-from jax_fa4.ffi.mask_buffers import backward_mask_buffers, zero_unseen
+from jax_fa4.ffi.mask_buffers import backward_mask_buffers, hide_unseen, zero_unseen
 from jax_fa4.ffi.postprocess import postprocess
 from jax_fa4.ffi.preprocess import Preprocessed, preprocess
 from jax_fa4.kernels import bundle
@@ -149,6 +149,20 @@ def _of_mask(
     return backward_mask_buffers(problem, operands, table, KEY_TILE, query_tile)
 
 
+def _hidden(
+    problem: AttentionProblem, operands: AttentionOperands, grad_out: jax.Array, query_tile: int, driver: str
+) -> dict[str, Any]:
+    """What the kernel reads of tiles that hold rows which nobody sees, and which tiles these are."""
+    seeing, seen = problem.intervals(operands)
+    counts = -(-problem.query_length // query_tile), -(-problem.key_length // KEY_TILE)
+    of_queries = hide_unseen(seeing, seen, query_tile, counts[0], operands.query, grad_out, driver=driver)
+    of_keys = hide_unseen(seen, seeing, KEY_TILE, counts[1], operands.key, operands.value, driver=driver)
+    (query, hidden_grad_out), (key, value) = of_queries[0], of_keys[0]
+    hidden = {"query": query, "grad_out": hidden_grad_out, "key": key, "value": value}
+    flags = {"hidden_queries": of_queries[1], "hidden_keys": of_keys[1]}
+    return flags | {f"hidden_{name}": tensor for name, tensor in hidden.items()}
+
+
 def _launch(
     problem: AttentionProblem,
     operands: AttentionOperands,
@@ -177,6 +191,7 @@ def _launch(
         aliases["zero_flags"] = "flags"
     if mask in ("intervals", "ids"):
         buffers |= _of_mask(problem, shared, operands, tiles.query_tile)
+        buffers |= _hidden(problem, operands, grad_out, tiles.query_tile, driver)
         integers["interval_stride"] = problem.key_length if buffers["lo"].shape[0] > 1 else 0
         if problem.deterministic and buffers["ranks"].shape[0] > 1:
             integers["rank_stride"] = buffers["ranks"].shape[1]
@@ -232,15 +247,19 @@ def hopper_backward(
         return AttentionOperands(*zeros)
     seeing, seen = problem.intervals(operands)
     grad_out = grad_out.astype(problem.dtype)
-    query, grad_out, grad_lse = zero_unseen(seeing.lo < seeing.hi, operands.query, grad_out, grad_lse)
-    key, value = zero_unseen(seen.lo < seen.hi, operands.key, operands.value)
+    is_table = mask_kind(problem) in ("intervals", "ids")
+    if not is_table:  # else the kernel reads zeros from copies of some tiles
+        key, value = zero_unseen(seen.lo < seen.hi, operands.key, operands.value)
+        query, grad_out, grad_lse = zero_unseen(seeing.lo < seeing.hi, operands.query, grad_out, grad_lse)
+        operands = operands._replace(query=query, key=key, value=value)
+    elif problem.has_sinks:  # rows that see nothing have a log-sum-exp, and what follows from it must be a number
+        grad_out, grad_lse = zero_unseen(seeing.lo < seeing.hi, grad_out, grad_lse)
     head_dim = padded_head_dim(max(problem.head_dim, problem.value_dim))
     tiles = tiles or tiles_of(problem)
     width = sum_columns(head_dim)
     prepared = preprocess(
         out, grad_out, lse, grad_lse, accumulator_width=width, architecture=ARCHITECTURE, driver=driver
     )
-    operands = operands._replace(query=query, key=key, value=value)
     sums, grad_key, grad_value = _launch(problem, operands, grad_out, prepared, tiles, driver)
     grad_query = postprocess(
         sums,

@@ -61,24 +61,36 @@ from jax_fa4.kernels.hopper.forward import GROUP_ROWS, WARPS_PER_GROUP, _tiles_o
 from jax_fa4.kernels.parts import bulk
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
+from jax_fa4.kernels.parts.memory import read
 from jax_fa4.kernels.parts.tile_mask import SegmentIds
 from jax_fa4.kernels.plan import KernelPlan
 
 
 class Load:
-    """Warp 0: keys and values once, queries and output gradients of every step through their rings."""
+    """Keys and values once, queries and output gradients of every step through their rings.
 
-    def __init__(self, context: Context, maps: tuple[cute.CopyAtom, ...], rows: tuple[cute.Pointer, ...]) -> None:
+    Every tensor has two maps where masks come from memory: the second, of a copy in which rows that nobody sees are
+    zeros, is for the tiles that flags name.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        maps: tuple[tuple[Any, Any], ...],
+        rows: tuple[cute.Pointer, ...],
+        hidden: tuple[Any, Any],
+    ) -> None:
         self.context = context
-        self.query_map, self.key_map, self.value_map, self.grad_out_map = maps
+        self.query_maps, self.key_maps, self.value_maps, self.grad_out_maps = maps
         self.lse_rows, self.delta_rows = rows
+        self.hidden_queries, self.hidden_keys = hidden
 
     @cute.jit
     def run_queries(self, kv_head: Int32) -> None:
         """Keys, and queries of every step."""
         context = self.context
         if context.walk.steps > 0:
-            self.load_keys(self.key_map, context.key, context.key_landed, kv_head)
+            self.load_keys(self.key_maps, context.key, context.key_landed, kv_head)
             for step in cutlass.range(0, context.walk.steps, 1, unroll=1):
                 self.load_queries(Int32(step))
 
@@ -87,31 +99,44 @@ class Load:
         """Values, and output gradients of every step."""
         context = self.context
         if context.walk.steps > 0:
-            self.load_keys(self.value_map, context.value, context.value_landed, kv_head)
+            self.load_keys(self.value_maps, context.value, context.value_landed, kv_head)
             for step in cutlass.range(0, context.walk.steps, 1, unroll=1):
                 self.load_grads(Int32(step))
 
-    def load_keys(self, tensor_map: cute.CopyAtom, buffer: cute.Tensor, landed: cute.Pointer, kv_head: Int32) -> None:
+    def load_keys(self, maps: tuple[Any, Any], buffer: cute.Tensor, landed: cute.Pointer, kv_head: Int32) -> None:
         """The item's keys or values."""
         context = self.context
+        key_tile = context.walk.item.query_tile
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(landed, KEY_TILE * context.shape.row_bytes)
-        stages, tiles = _tiles_of(tensor_map, buffer, KEY_TILE, kv_head, context.batch)
-        cute.copy(tensor_map, tiles[None, context.walk.item.query_tile], stages[None, 0], tma_bar_ptr=landed)
+        stages, tiles = _tiles_of(maps[0], buffer, KEY_TILE, kv_head, context.batch)
+        flag = self.flag_of(self.hidden_keys, key_tile)
+        self.copy(maps, tiles[None, key_tile], stages[None, 0], landed, flag)
 
     def load_queries(self, step: Int32) -> None:
         """Queries and their LSE of one step."""
         context = self.context
-        self.load_step(self.query_map, context.query, context.queries, self.lse_rows, context.lse, step)
+        self.load_step(
+            self.query_maps, self.hidden_queries, context.query, context.queries, self.lse_rows, context.lse, step
+        )
 
     def load_grads(self, step: Int32) -> None:
         """Output gradients and their delta of one step."""
         context = self.context
-        self.load_step(self.grad_out_map, context.grad_out, context.grads, self.delta_rows, context.delta, step)
+        self.load_step(
+            self.grad_out_maps,
+            self.hidden_queries,
+            context.grad_out,
+            context.grads,
+            self.delta_rows,
+            context.delta,
+            step,
+        )
 
     def load_step(
         self,
-        tensor_map: cute.CopyAtom,
+        maps: tuple[Any, Any],
+        hidden: Any,
         buffer: cute.Tensor,
         ring: Ring,
         row_values: cute.Pointer,
@@ -122,12 +147,33 @@ class Load:
         context, rows = self.context, self.context.shape.query_tile
         walked, tile = context.walk.place(Int32(step))
         head = context.first_head + walked
+        flag = self.flag_of(hidden, tile)
         landed, stage = ring.acquire(step), ring.stage(step)
-        stages, tiles = _tiles_of(tensor_map, buffer, rows, head, context.batch)
-        cute.copy(tensor_map, tiles[None, tile], stages[None, stage], tma_bar_ptr=landed)
+        stages, tiles = _tiles_of(maps[0], buffer, rows, head, context.batch)
+        self.copy(maps, tiles[None, tile], stages[None, stage], landed, flag)
         source = row_values + context.tile_number(head, tile) * rows
         with cute.arch.elect_one():
             bulk.load_run(row_buffer + stage * rows, source, rows * 4, landed)
+
+    def flag_of(self, hidden: Any, tile: Int32) -> Any:
+        """Whether a tile is to be read from the copy; None where masks are arithmetic."""
+        return cute.arch.make_warp_uniform(read(hidden, tile)) if self.context.shape.intervals else None
+
+    @cute.jit
+    def copy(self, maps: tuple[Any, Any], source: Any, target: Any, landed: cute.Pointer, flag: Any) -> None:
+        """One tile, by the map that its flag names."""
+        if cutlass.const_expr(not self.context.shape.intervals):
+            cute.copy(maps[0], source, target, tma_bar_ptr=landed)
+        else:
+            self.copy_either(maps, source, target, landed, flag)
+
+    @cute.jit
+    def copy_either(self, maps: tuple[Any, Any], source: Any, target: Any, landed: cute.Pointer, flag: Int32) -> None:
+        """One tile of a tensor that has a copy."""
+        if flag == 0:
+            cute.copy(maps[0], source, target, tma_bar_ptr=landed)
+        else:
+            cute.copy(maps[1], source, target, tma_bar_ptr=landed)
 
 
 class Add:
@@ -194,6 +240,10 @@ class HopperBackward:
         grad_out_map: cute.CopyAtom,
         grad_key: Any,
         grad_value: Any,
+        hidden_query_map: Any,
+        hidden_key_map: Any,
+        hidden_value_map: Any,
+        hidden_grad_out_map: Any,
         lse: cute.Pointer,
         delta: cute.Pointer,
         sums: cute.Pointer,
@@ -201,6 +251,8 @@ class HopperBackward:
         items: Any,
         lo: Any,
         hi: Any,
+        hidden_queries: Any,
+        hidden_keys: Any,
         key_ids: Any,
         query_ids: Any,
         ranks: Any,
@@ -236,6 +288,8 @@ class HopperBackward:
             item = WorkItem.read(items, block)
             first_row = Int64(item.batch) * interval_stride
             visible = RowIntervals(keys, lo + first_row, hi + first_row)
+            hidden_queries += item.batch * cute.ceil_div(queries, shape.query_tile)
+            hidden_keys += item.batch * cute.ceil_div(keys, KEY_TILE)
             if cutlass.const_expr(shape.is_ordered):
                 row = Int64(item.batch) * rank_stride + item.query_tile
                 order = TableRanks(ranks + row * query_tiles)
@@ -266,10 +320,13 @@ class HopperBackward:
         kv_head = item.head // splits
         if this_warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(shape.load_registers)
+            queries_and_keys = (query_map, hidden_query_map), (key_map, hidden_key_map)
+            maps = *queries_and_keys, (value_map, hidden_value_map), (grad_out_map, hidden_grad_out_map)
+            rows, hidden = (lse, delta), (hidden_queries, hidden_keys)
             if this_warp == 0:
-                Load(context, (query_map, key_map, value_map, grad_out_map), (lse, delta)).run_queries(kv_head)
+                Load(context, maps, rows, hidden).run_queries(kv_head)
             if this_warp == 2:
-                Load(context, (query_map, key_map, value_map, grad_out_map), (lse, delta)).run_grads(kv_head)
+                Load(context, maps, rows, hidden).run_grads(kv_head)
             if this_warp == 1:
                 Add(context, sums, flags, order).run()
         else:
@@ -351,6 +408,7 @@ class HopperBackward:
             maps += [grad_key, grad_value]
         else:
             maps += [self.tensor_map(store, one, GROUP_ROWS) for one in (grad_key, grad_value)]
+        maps += maps[:4] if shape.intervals else [None] * 4
         threads = (1 + GROUPS) * GROUP_THREADS
         self.kernel(*maps, *pointers, *integers, *floats).launch(
             grid=(1, 1, 1), block=(threads, 1, 1), min_blocks_per_mp=1
@@ -368,7 +426,7 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     rows, floats, integers = pointer(shape.dtype, 16), pointer(Float32, 16), pointer(Int32, 4)
     gradients = (floats if shape.is_split else rows,) * 2
     flags = integers if shape.is_ordered else None
-    table = (integers,) * 3 if shape.intervals else (None,) * 3
+    table = (integers,) * 5 if shape.intervals else (None,) * 5
     ids = (integers,) * 2 if shape.has_ids else (None,) * 2
     ranks = integers if shape.is_ordered and shape.intervals else None
     pointers = (floats, floats, floats, flags, *table, *ids, ranks)

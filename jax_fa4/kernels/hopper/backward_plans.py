@@ -77,7 +77,7 @@ def sum_parts(tiles: BackwardTiles) -> int:
     return GROUPS * GROUP_ROWS // tiles.query_tile
 
 
-def _tensor_maps(dtype: str, head_dim: int, tiles: BackwardTiles, split: bool) -> tuple[TensorMap, ...]:
+def _tensor_maps(dtype: str, head_dim: int, tiles: BackwardTiles, split: bool, is_table: bool) -> tuple[TensorMap, ...]:
     """(head_dim, row, head, batch) of each tensor, in boxes of a swizzled piece of a row by the rows of one copy."""
     box_columns = 64 if head_dim % 64 == 0 else 32
     copies = [
@@ -88,6 +88,8 @@ def _tensor_maps(dtype: str, head_dim: int, tiles: BackwardTiles, split: bool) -
     ]
     if not split:
         copies += [("grad_key", "key", GROUP_ROWS), ("grad_value", "value", GROUP_ROWS)]
+    if is_table:
+        copies += [(f"hidden_{name}", like, rows) for name, like, rows in copies[:4]]
     dims = {"query": "head_dim", "key": "head_dim", "value": "value_dim", "grad_out": "value_dim"}
     lengths = {"query": "query_length", "key": "key_length", "value": "key_length", "grad_out": "query_length"}
     heads = {"query": "heads", "key": "kv_heads", "value": "kv_heads", "grad_out": "heads"}
@@ -180,8 +182,10 @@ def backward_plan(
         results.append("flags")
         pointers.append(Parameter("result", "flags"))
     extra = []
+    maps = ["query", "key", "value", "grad_out"]
+    hidden = [f"hidden_{name}" for name in maps] if is_table else []
     if is_table:
-        extra += ["item_table", "lo", "hi"]
+        extra += ["item_table", "lo", "hi", "hidden_queries", "hidden_keys"]
     if mask == "ids":
         extra += ["key_ids", "query_ids"]
     if ordered and is_table:
@@ -209,13 +213,14 @@ def backward_plan(
             ("rounded_probs", tiles.rounded_probs),
             ("turned_scores", tiles.turned_scores),
         ),
-        operands=(*operands, *extra),
+        operands=(*operands, *extra, *hidden),
         results=tuple(results),
         integers=(*SCALARS, *SIZES),
         floats=FLOATS,
         parameters=(
-            *(Parameter("tensor_map", name) for name in ("query", "key", "value", "grad_out")),
+            *(Parameter("tensor_map", name) for name in maps),
             *gradients,
+            *(Parameter("tensor_map", name) for name in hidden),
             *pointers,
             *(Parameter("operand", name) for name in extra),
             *(Parameter("int32", name) for name in SCALARS),
@@ -228,7 +233,7 @@ def backward_plan(
             Role("idle", 2, LOAD_REGISTERS),
             Role("compute", GROUPS * WARPS_PER_GROUP, COMPUTE_REGISTERS),
         ),
-        tensor_maps=_tensor_maps(dtype, head_dim, tiles, split),
+        tensor_maps=_tensor_maps(dtype, head_dim, tiles, split, is_table),
         shared=_shared(head_dim, tiles, row_bytes, DTYPES[dtype]),
         events=_events(tiles, row_bytes),
     )
