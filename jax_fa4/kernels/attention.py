@@ -242,7 +242,9 @@ class AttentionKernels:
 
         def run(problem: AttentionProblem, operands: AttentionOperands) -> Pair:
             if not problem.is_empty:
-                problem, operands = self._planned(problem, operands, kernels.grids(problem), target)
+                grids = kernels.grids(problem)  # parts have no backward of their own
+                grids = grids if split.is_whole else PlannedGrids(grids.forward, None)
+                problem, operands = self._planned(problem, operands, grids, target)
             return kernels.forward(problem, operands, driver=self.driver(target))
 
         merge = None
