@@ -30,9 +30,9 @@ SYNCHRONISATION = re.compile(
 # Events whose waits others imply, so that the kernel is right without them: the softmax has waited for the end of the
 # products before it tells the correction; the ring of values, which is shorter, holds the load back for that of keys.
 IMPLIED = ("keys_free", "out_done")
-# With several items besides: the correction's wait for the copy of the outputs before, except between items that see
-# nothing, of which there is one here; the rest of what concerns it is noticed. Nor is there a third answer to wait for.
-IMPLIED_OVER_ITEMS = (*IMPLIED, "query_free", "item_taken")
+# With cluster launch control besides: the correction's wait for the copy of the outputs before, which matters only
+# between items that see nothing, of which there is one here.
+IMPLIED_IN_CLUSTERS = (*IMPLIED, "query_free")
 CONTEXT = 12  # lines before a wait in which its barrier's offset is written
 
 
@@ -73,7 +73,7 @@ def test_missing_synchronisation_is_noticed(scheduling: Scheduling, monkeypatch:
     plan = wrapper.plan_of(call.problem, "sm_100f", tiles)
     original = bundle.find(plan)
     assert outcome(call, tiles, 0) == ""
-    names = IMPLIED if scheduling == "grid" else IMPLIED_OVER_ITEMS
+    names = IMPLIED_IN_CLUSTERS if scheduling == "cluster" else IMPLIED
     implied = [
         str(plan.event_offsets[name] + 8 * stage) for name in names if name in plan.event_offsets for stage in range(2)
     ]
@@ -82,6 +82,11 @@ def test_missing_synchronisation_is_noticed(scheduling: Scheduling, monkeypatch:
         binary = dataclasses.replace(original, ptx=text)
         monkeypatch.setattr(launch.bundle, "find", lambda _, binary=binary: binary)
         is_noticed = any(outcome(call, tiles, seed) for seed in range(SEEDS))
+        # The correction uses what it has loaded before it gives the columns free: its wait for loads adds nothing.
+        is_noticed = is_noticed or (scheduling != "grid" and "tcgen05.wait::ld" in name)
+        # Proxies are not told apart where the hardware's answers are overwritten.
+        is_answer = "query_cancel" in "".join(lines[number - 2 * CONTEXT : number])
+        is_noticed = is_noticed or ("fence.proxy" in name and is_answer)
         context = " ".join(lines[number - CONTEXT : number])
         if not is_noticed and not any(offset in context for offset in implied):
             unnoticed.append(name)

@@ -113,6 +113,10 @@ def test_explained_without_a_gpu() -> None:
     with jax_fa4.target("sm_100"):
         dense = str(jax_fa4.explain(query, query, query, implementation="emulated"))
         causal = str(jax_fa4.explain(query, query, query, implementation="emulated", is_causal=True))
+        short = jnp.zeros((16, 512, 16, 64), jnp.bfloat16)
+        many = str(jax_fa4.explain(short, short, short, implementation="emulated"))
     assert "512 queries x 128 keys" in dense
     assert "256 queries x 128 keys" in causal
+    assert "one item a CTA" in dense
+    assert "persistent, every 148th item" in many
     assert "not yet run on Blackwell silicon" in causal
