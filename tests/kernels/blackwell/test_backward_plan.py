@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from docs import build_sass
 from jax_fa4 import arguments
 from jax_fa4.ffi import blackwell_backward as wrapper
+from jax_fa4.kernels import bundle
 from jax_fa4.kernels.blackwell.backward_plans import (
     BACKWARD_DTYPES,
     BACKWARD_TILES,
@@ -19,6 +22,7 @@ from jax_fa4.kernels.blackwell.backward_plans import (
 )
 from jax_fa4.kernels.blackwell.product_order import ORDERS, after_loop, before_loop
 from jax_fa4.kernels.plan import PlanError
+from jax_fa4.problem import AttentionProblem
 
 
 def test_every_plan_fits_the_device_and_has_its_own_key() -> None:
@@ -43,6 +47,64 @@ def test_every_tile_gets_each_product_once(order: str) -> None:
 )
 def test_head_dims_are_padded(dims: tuple[int, int], padded: tuple[int, int]) -> None:
     assert padded_head_dims(*dims) == padded
+
+
+def problem_of(batch: int, heads: int, kv_heads: int, length: int, head_dim: int, **options: Any) -> AttentionProblem:
+    query, key = (jax.ShapeDtypeStruct((batch, length, n, head_dim), jnp.bfloat16) for n in (heads, kv_heads))
+    found: list[AttentionProblem] = []
+    jax.eval_shape(lambda *two: found.append(arguments.read_call(*two, two[1], **options).problem), query, key)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "splits"),
+    [
+        (problem_of(1, 8, 8, 256, 128), 1),  # no groups
+        (problem_of(1, 32, 4, 256, 128), 8),  # 4 items for 74 pairs: whatever there is
+        (problem_of(1, 32, 4, 2560, 128), 2),  # 40 items: twice as many give each pair one
+        (problem_of(1, 32, 4, 8192, 128), 1),  # 128 items
+        (problem_of(1, 32, 4, 2560, 64), 2),  # 80 items for 148 multiprocessors
+        (problem_of(2, 12, 4, 1024, 64), 3),  # 64 items; groups of 3
+    ],
+)
+def test_groups_are_split_where_there_are_few_items(problem: AttentionProblem, splits: int) -> None:
+    assert wrapper.splits_of(problem) == splits
+    plan = wrapper.plan_of(problem)
+    assert plan.option("split") == (splits > 1)
+    grads = [one.element for one in plan.tensor_maps if one.name.startswith("grad_") and one.name != "grad_out"]
+    assert grads.count("float32") == (3 if splits > 1 else 1)  # of the query always
+    assert wrapper.grid_of(problem).heads == problem.kv_heads * splits
+
+
+def test_without_its_kernel_no_group_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapper.bundle, "why_unavailable", lambda plan: "no" if plan.option("split") else None)
+    assert wrapper.splits_of(problem_of(1, 32, 4, 256, 128)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "last_first"),
+    [
+        ({"deterministic": True, "is_causal": True}, True),
+        ({"deterministic": True, "local_window_size": (0, None)}, False),  # late keys are seen by most
+        ({"is_causal": True}, False),  # without an order the longest come first
+    ],
+)
+def test_the_order_of_adding_is_chosen_by_what_it_costs(options: dict[str, Any], last_first: bool) -> None:
+    assert wrapper.is_last_first(problem_of(2, 8, 8, 2048, 128, **options)) is last_first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", BACKWARD_DTYPES)
+@pytest.mark.parametrize("dims", BACKWARD_TILES, ids=str)
+def test_no_kernel_has_a_stack(dims: tuple[int, int], dtype: str) -> None:
+    """Of all options, in the wheel or not."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    if build_sass.tool("nvdisasm") is None or build_sass.tool("cuobjdump") is None:
+        pytest.skip("needs nvdisasm and cuobjdump")
+    for mask, cap, ordered, split in itertools.product(MASKS, *[(False, True)] * 3):
+        plan = backward_plan(dtype, dims, mask, soft_cap=cap, ordered=ordered, split=split)
+        found = build_sass.read(plan, bundle.find(plan).cubin)
+        assert (found.stack, sum(loop.counts["local"] for loop in found.loops.values())) == (0, 0), plan.key
 
 
 @pytest.mark.parametrize("dims", [(0, 64), (12, 64), (64, 12), (264, 64)])
