@@ -125,7 +125,17 @@ uint32_t GlobalRecord::View::id_of(const GlobalAccess& access) {
            a.cluster == b.cluster && a.kind == b.kind && a.strong == b.strong && a.asynchronous == b.asynchronous &&
            a.repeats == b.repeats;
   };
-  if (last_id_ != 0 && same(access, last_)) return last_id_;
+  Known& known =
+      known_[(access.stamp.time * 31 + access.stamp.agent * 131 + access.line * 7 + access.cluster * 1009) % kKnown];
+  if (known.id != 0 && known.id == last_id_ && same(access, known.access)) return last_id_;
+  ordered_ = passed_set_ = 0;
+  met_ = left_ = {.writer = kNoWord};
+  if (known.id == 0 || !same(access, known.access)) known = {access, new_id(access)};
+  last_id_ = known.id;
+  return last_id_;
+}
+
+uint32_t GlobalRecord::View::new_id(const GlobalAccess& access) {
   if (ids_left_ == 0) {
     std::lock_guard lock(record_.accesses_mutex_);
     next_id_ = (record_.accesses_ + kIdsAtATime - 1) / kIdsAtATime * kIdsAtATime;
@@ -136,12 +146,15 @@ uint32_t GlobalRecord::View::id_of(const GlobalAccess& access) {
     if (chunk.load() == nullptr) chunk.store(new GlobalAccess[kChunk]);
   }
   ids_left_--;
-  last_ = access;
-  last_id_ = next_id_++;
-  record_.chunks_[last_id_ / kChunk].load()[last_id_ % kChunk] = access;
-  ordered_ = joined_access_ = passed_set_ = 0;
-  met_ = left_ = {.writer = kNoWord};
-  return last_id_;
+  const uint32_t id = next_id_++;
+  record_.chunks_[id / kChunk].load()[id % kChunk] = access;
+  return id;
+}
+
+uint32_t GlobalRecord::View::joined(uint32_t set, uint32_t access) {
+  Join& known = joins_[(set * 31 + access) % kKnown];
+  if (known.access != access || known.set != set) known = {set, access, record_.joined(set, access)};
+  return known.joined;
 }
 
 GlobalConflict GlobalRecord::View::record(const GlobalAccess& access, const Knowledge& knows, uint64_t address,
@@ -208,12 +221,7 @@ GlobalConflict GlobalRecord::View::record(const GlobalAccess& access, const Know
       // The old access of this kind goes, or stays among the others if this one is not after it.
       uint32_t& place = is_write ? word.writer : word.reader;
       if (place != 0 && place != id && mask == kWholeWord && !dominated(place)) {
-        if (joined_access_ != place || joined_set_ != word.more) {
-          joined_set_ = word.more;
-          joined_access_ = place;
-          joined_ = record_.joined(word.more, place);
-        }
-        word.more = joined_;
+        word.more = joined(word.more, place);
       }
       place = id;
       (is_write ? word.written_bytes : word.read_bytes) = mask;

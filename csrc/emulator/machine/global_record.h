@@ -72,7 +72,7 @@ class GlobalRecord {
   // again.
   class View {
    public:
-    explicit View(GlobalRecord& record) : record_(record) {}
+    explicit View(GlobalRecord& record) : record_(record), known_(kKnown), joins_(kKnown) {}
     // Records an access of bytes; what it conflicts with.
     GlobalConflict record(const GlobalAccess& access, const Knowledge& knows, uint64_t address, uint64_t bytes);
 
@@ -81,16 +81,29 @@ class GlobalRecord {
     static constexpr size_t kPages = 256;
     Page* page(uint64_t number);
     uint32_t id_of(const GlobalAccess& access);
+    uint32_t new_id(const GlobalAccess& access);
 
     GlobalRecord& record_;
     std::array<std::pair<uint64_t, Page*>, kPages> pages_{};
-    GlobalAccess last_;
+    // Accesses that have a number: warps that poll in turn make the same ones over and over. And what joining an access
+    // to a set gave. Entries are found by a hash, and overwritten.
+    static constexpr size_t kKnown = 1024;
+    struct Known {
+      GlobalAccess access;
+      uint32_t id = 0;  // 0: none
+    };
+    struct Join {
+      uint32_t set = 0, access = 0, joined = 0;  // access 0: none
+    };
+    uint32_t joined(uint32_t set, uint32_t access);
+    std::vector<Known> known_;
+    std::vector<Join> joins_;
     uint32_t last_id_ = 0, next_id_ = 0, ids_left_ = 0;
-    // Of the current access: those found to be ordered before it, and what became of a set.
+    // Of the current access: one that was found to be ordered before it, and a set of such.
     // And what the last whole word was, and became: others are mostly the same.
     static constexpr uint32_t kNoWord = ~0u;
     Word met_{.writer = kNoWord}, left_{.writer = kNoWord};
-    uint32_t ordered_ = 0, joined_set_ = 0, joined_access_ = 0, joined_ = 0, passed_set_ = 0;
+    uint32_t ordered_ = 0, passed_set_ = 0;
   };
 
   // Forgets what was recorded of the kernel before: one that comes after is checked against this one alone.
