@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_fa4 import dispatch
 from jax_fa4.dispatch import DifferentiableOnce, Target
@@ -471,6 +471,17 @@ def _placed(static: _Static, mesh: Mesh, split: Split, names: Sequence[str], val
     return tuple(NamedSharding(mesh, PartitionSpec(*(one or None for one in own))) for own in axes)
 
 
+def _without_mesh(run: Callable[..., Results]) -> Callable[..., Results]:
+    """`run` traced without the caller's mesh, whose Explicit axes are no types of a device's share: JAX 0.8 asks the
+    compiler for shardings along them where there is nothing left to shard."""
+
+    def traced(*arrays: Array) -> Results:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return run(*arrays)
+
+    return traced
+
+
 def _partition(direction: str) -> Callable[..., Any]:
     """The compiler's question, once shardings are known: what each device computes, and how operands must lie."""
 
@@ -479,7 +490,7 @@ def _partition(direction: str) -> Callable[..., Any]:
         shapes = tuple(tuple(x.shape) for x in arguments)
         return (
             mesh,
-            functools.partial(_compute, direction, static, split, shapes),
+            _without_mesh(functools.partial(_compute, direction, static, split, shapes)),
             _placed(static, mesh, split, static.results, results),
             _placed(static, mesh, split, static.names, arguments),
         )
