@@ -26,8 +26,12 @@ shares the keys, and keeps the gradients of its keys and values in registers.
 Both warpgroups need each other's dS for dQ, so they meet once a step and cannot take turns. The tensor core is kept
 busy inside each of them instead. Products complete in the order of issue, and each is issued while an older one runs:
 
-    issued      S 1 | dQ 0 | dK 0 | dP 1 | dV 1 | S 2 | dQ 1 | dK 1 | dP 2 | ...
+    issued      S 1 | dQ 0 | dK 0 | dP 1 |      | dV 1 | S 2 | dQ 1 | dK 1 | dP 2 | ...
     meanwhile        dQ out |  P 1 = exp2(S 1)  | dS 1 | meet | dQ out | P 2 = ...
+
+At most four instructions of a warp wait for the tensor core, and the next one stops the warp: dV is issued after dS is
+computed, since dS would otherwise wait for it. At head_dim 64, whose 128 queries a step leave no registers for scores
+that are ahead, a step starts with its scores, and dK takes dS from registers.
 
 What a step computes is FlashAttention-2's algorithm 2 (arXiv 2307.08691); transposed scores, whose rounded values are
 A operands without leaving their registers, are FlashAttention-3's (arXiv 2407.08608).
@@ -86,21 +90,16 @@ class Load:
         self.hidden_queries, self.hidden_keys = hidden
 
     @cute.jit
-    def run_queries(self, kv_head: Int32) -> None:
-        """Keys, and queries of every step."""
+    def run(self, kv_head: Int32) -> None:
+        """Keys and values, each before what step 0 needs with them, then every other step."""
         context = self.context
         if context.walk.steps > 0:
             self.load_keys(self.key_maps, context.key, context.key_landed, kv_head)
-            for step in cutlass.range(0, context.walk.steps, 1, unroll=1):
-                self.load_queries(Int32(step))
-
-    @cute.jit
-    def run_grads(self, kv_head: Int32) -> None:
-        """Values, and output gradients of every step."""
-        context = self.context
-        if context.walk.steps > 0:
+            self.load_queries(Int32(0))
             self.load_keys(self.value_maps, context.value, context.value_landed, kv_head)
-            for step in cutlass.range(0, context.walk.steps, 1, unroll=1):
+            self.load_grads(Int32(0))
+            for step in cutlass.range(1, context.walk.steps, 1, unroll=1):
+                self.load_queries(Int32(step))
                 self.load_grads(Int32(step))
 
     def load_keys(self, maps: tuple[Any, Any], buffer: cute.Tensor, landed: cute.Pointer, kv_head: Int32) -> None:
@@ -324,9 +323,7 @@ class HopperBackward:
             maps = *queries_and_keys, (value_map, hidden_value_map), (grad_out_map, hidden_grad_out_map)
             rows, hidden = (lse, delta), (hidden_queries, hidden_keys)
             if this_warp == 0:
-                Load(context, maps, rows, hidden).run_queries(kv_head)
-            if this_warp == 2:
-                Load(context, maps, rows, hidden).run_grads(kv_head)
+                Load(context, maps, rows, hidden).run(kv_head)
             if this_warp == 1:
                 Add(context, sums, flags, order).run()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -34,6 +35,9 @@ BLOCK_ELEMENTS = GROUP_ROWS * GROUP_ROWS // GROUP_THREADS  # scores of a thread 
 
 def _exp2(exponent: Float32) -> Float32:
     return cute.math.exp2(exponent, fastmath=True)  # type: ignore[attr-defined]
+
+
+RowValues = Callable[[int], tuple[Float32, Float32]]  # of the index-th eight queries
 
 
 class Compute:
@@ -153,47 +157,76 @@ class Compute:
         self._multiply_tiles(self.grad_probs, self.value, self.grad_out, grads.stage(step))
 
     def step(self, step: Any, is_masked: bool, is_last: bool) -> None:
-        """When it starts, dK of the step before is under way, and scores that are ahead are there.
+        """Every product of a step; what is under way when it starts depends on whether scores are ahead."""
+        if self.shape.is_ahead:
+            self.step_ahead(step, is_masked, is_last)
+        else:
+            self.step_alone(step, is_masked)
 
-        dV of each block of 64 queries is issued as soon as their probabilities are there, under those of the next.
-        """
-        queries, grads, is_ahead, blocks = (
-            self.context.queries,
-            self.context.grads,
-            self.shape.is_ahead,
-            len(self.probs),
-        )
-        if not is_ahead:
-            self.issue_scores(queries, Int32(step))
+    def step_ahead(self, step: Any, is_masked: bool, is_last: bool) -> None:
+        """When it starts, its scores are there and dK of the step before is under way."""
+        queries, grads = self.context.queries, self.context.grads
         self.issue_grad_probs(grads, Int32(step))
-        if not is_ahead:
-            warpgroup.wait_group(1)  # the scores, and dK of the step before
-        if self.shape.has_cap:
-            cap(self.scores, self.cap_log2)
-        if is_masked:
-            self.hide(step)
-        for block in range(blocks):
-            self.finish_probs(step, block)
-            if block == 0:
-                if is_ahead:
-                    warpgroup.wait_group(1)  # dK of the step before
-                self.release_if_any(queries, step)
-            warpgroup.fence()
-            self.accumulate(self.grad_value, self.probs[block], self.grad_out_columns, block, grads.stage(step))
-        warpgroup.wait_group(blocks)  # dP
-        for block in range(blocks):
-            self.finish_grad_scores(step, block)
+        self.finish_scores(step, is_masked)
+        warpgroup.wait_group(1)  # dK of the step before
+        self.release_if_any(queries, step)
+        delta = self.read_rows(self.context.delta, grads, step)
+        warpgroup.wait_group(0)  # dP
+        self.finish_grad_scores(step, delta)
+        self.issue_grad_value(grads, step)
         cute.arch.fence_proxy("async.shared", space="cta")
-        if is_ahead and not is_last:
+        if not is_last:
             self.issue_scores(queries, step + 1)
-        cute.arch.barrier(barrier_id=MEETING_BARRIER, number_of_threads=GROUPS * GROUP_THREADS)
-        warpgroup.wait_group(1 if is_ahead and not is_last else 0)  # dV
+        self.meet()
+        warpgroup.wait_group(0 if is_last else 1)  # dV
         self.release(grads, step)
         warpgroup.fence()
         self.multiply_grad_scores(step)
         self.multiply_turned_grad_scores(step)
-        warpgroup.wait_group(1 if self.shape.is_turned else blocks)  # dQ, and scores that are ahead
+        warpgroup.wait_group(1)  # dQ, and scores that are ahead
         self.stage_grad_query()
+
+    def step_alone(self, step: Any, is_masked: bool) -> None:
+        """No product is under way when it starts, nor when it ends."""
+        queries, grads = self.context.queries, self.context.grads
+        self.issue_scores(queries, Int32(step))
+        self.issue_grad_probs(grads, Int32(step))
+        warpgroup.wait_group(1)  # the scores
+        self.finish_scores(step, is_masked)
+        warpgroup.wait_group(0)  # dP
+        self.finish_grad_scores(step, self.row_values(self.context.delta, grads, step))
+        self.issue_grad_value(grads, step)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet()
+        warpgroup.fence()
+        self.multiply_grad_scores(step)
+        warpgroup.wait_group(1)  # dV
+        self.release(grads, step)
+        warpgroup.fence()
+        self.multiply_turned_grad_scores(step)
+        warpgroup.wait_group(1)  # dQ
+        self.stage_grad_query()
+        warpgroup.wait_group(0)
+        self.release(queries, step)
+
+    def meet(self) -> None:
+        """Both warpgroups have written their dS."""
+        cute.arch.barrier(barrier_id=MEETING_BARRIER, number_of_threads=GROUPS * GROUP_THREADS)
+
+    def finish_scores(self, step: Any, is_masked: bool) -> None:
+        """Scores to probabilities."""
+        if self.shape.has_cap:
+            cap(self.scores, self.cap_log2)
+        if is_masked:
+            self.hide(step)
+        lse = self.row_values(self.context.lse, self.context.queries, step)
+        for block in range(self.shape.row_blocks):
+            self.finish_probs(lse, block)
+
+    def issue_grad_value(self, grads: Ring, step: Any) -> None:
+        """Issue dV."""
+        warpgroup.fence()
+        self.accumulate(self.grad_value, self.probs, self.grad_out_columns, grads.stage(step))
 
     def _multiply_tiles(self, result: cute.Tensor, left: cute.Tensor, right: cute.Tensor, stage: Int32) -> None:
         product = self.shape.score_product()
@@ -203,21 +236,20 @@ class Compute:
             cute.gemm(product, result, mine, right[None, None, depth, stage], result)
         warpgroup.commit_group()
 
-    def accumulate(self, result: cute.Tensor, left: cute.Tensor, right: cute.Tensor, block: int, stage: Int32) -> None:
-        """Issue result += left right for a block of 64 queries, left in registers."""
+    def accumulate(self, result: cute.Tensor, left: list[cute.Tensor], right: cute.Tensor, stage: Int32) -> None:
+        """Issue result += left right, left in registers, a tensor for each 64 queries."""
         product = self.shape.key_product()
         product.set(warpgroup.Field.ACCUMULATE, True)
-        for depth in range(GROUP_ROWS // PRODUCT_DEPTH):
-            of_tile = block * (GROUP_ROWS // PRODUCT_DEPTH) + depth
-            cute.gemm(product, result, left[None, None, depth], right[None, None, of_tile, stage], result)
+        for depth in range(self.shape.query_tile // PRODUCT_DEPTH):
+            block, place = divmod(depth, GROUP_ROWS // PRODUCT_DEPTH)
+            cute.gemm(product, result, left[block][None, None, place], right[None, None, depth, stage], result)
         warpgroup.commit_group()
 
     def multiply_turned_grad_scores(self, step: Int32) -> None:
         """Issue grad_key += dS^T Q."""
         shape, stage = self.shape, self.context.queries.stage(step)
         if not shape.is_turned:
-            for block, scores in enumerate(self.grad_scores):
-                self.accumulate(self.grad_key, scores, self.query_columns, block, stage)
+            self.accumulate(self.grad_key, self.grad_scores, self.query_columns, stage)
             return
         product = shape.turned_product()
         product.set(warpgroup.Field.ACCUMULATE, True)
@@ -252,9 +284,9 @@ class Compute:
         with cute.arch.elect_one():
             ring.release(step)
 
-    def row_values(self, rows: cute.Pointer, ring: Ring, step: Int32, block: int) -> Any:
+    def row_values(self, rows: cute.Pointer, ring: Ring, step: Int32) -> RowValues:
         """LSE or delta of the thread's columns, as a function: of two neighbours of the index-th eight queries."""
-        first = rows + ring.stage(step) * self.shape.query_tile + block * GROUP_ROWS + (self.lane % 4) * 2
+        first = rows + ring.stage(step) * self.shape.query_tile + (self.lane % 4) * 2
 
         def pair(index: int) -> tuple[Float32, Float32]:
             values = cute.make_tensor((first + index * 8).align(8), cute.make_layout(2)).load()
@@ -262,17 +294,22 @@ class Compute:
 
         return pair
 
-    def finish_probs(self, step: Int32, block: int) -> None:
+    def read_rows(self, rows: cute.Pointer, ring: Ring, step: Int32) -> RowValues:
+        """The same, read now."""
+        pair = self.row_values(rows, ring, step)
+        pairs = [pair(index) for index in range(self.shape.query_tile // 8)]
+        return lambda index: pairs[index]
+
+    def finish_probs(self, lse: RowValues, block: int) -> None:
         """Scores to probabilities: p = 2^(s - lse), 0 for hidden pairs and for queries beyond the last; and rounded.
 
         In place of the scores stays what dS is proportional to: p, or for capped scores t = tanh(x), p (1 - t^2).
         """
         shape, first = self.shape, block * BLOCK_ELEMENTS
-        lse = self.row_values(self.context.lse, self.context.queries, step, block)
         rounded = cute.recast_tensor(self.probs[block], Uint32)
         for place in range(0, BLOCK_ELEMENTS, 2):
             if place % 4 == 0:
-                of_queries = lse(place // 4)
+                of_queries = lse((first + place) // 4)
             values = []
             for index in (place, place + 1):
                 score = self.scores[first + index]
@@ -303,20 +340,22 @@ class Compute:
             for half in cutlass.range_constexpr(2):
                 hide_other_ids(self.scores, half, self.ids.of_query(self.key_row + 8 * half), self.ids, first_column)
 
-    def finish_grad_scores(self, step: Int32, block: int) -> None:
+    def finish_grad_scores(self, step: Int32, delta: RowValues) -> None:
         """dS = P (dP - delta), rounded: in registers, and in shared memory for both warpgroups."""
+        for block in range(self.shape.row_blocks):
+            self.finish_block(step, delta, block)
+
+    def finish_block(self, step: Int32, delta: RowValues, block: int) -> None:
+        """dS of 64 queries."""
         shape, first = self.shape, block * BLOCK_ELEMENTS
-        delta = self.row_values(self.context.delta, self.context.grads, step, block)
         rounded = cute.recast_tensor(self.grad_scores[block], Uint32)
         for place in range(0, BLOCK_ELEMENTS, 2):
             if place % 4 == 0:
-                of_queries = delta(place // 4)
-            values = []
-            for index in (place, place + 1):
-                prob = self.scores[first + index]
-                if shape.is_rounded and not shape.has_cap:  # a capped score's slope is not in the probabilities
-                    prob = self.probs[block][index].to(Float32)
-                values.append(prob * (self.grad_probs[first + index] - of_queries[index % 2]))
+                of_queries = delta((first + place) // 4)
+            values = [
+                self.scores[first + index] * (self.grad_probs[first + index] - of_queries[index % 2])
+                for index in (place, place + 1)
+            ]
             rounded[place // 2] = round_pair(values[0], values[1], shape.dtype)
         stage = (step % SCORE_STAGES) * shape.row_blocks + block
         to = self.store_to + stage * (GROUPS * BLOCK_BYTES)

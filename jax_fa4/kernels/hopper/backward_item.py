@@ -45,7 +45,6 @@ class Shape:
     has_cap: bool
     is_ordered: bool  # sums are added in a fixed order
     is_ahead: bool  # scores of the next step are issued before the query gradients of this one
-    is_rounded: bool  # dS is computed from rounded probabilities, whose registers are fewer
     is_turned: bool  # dK takes dS from shared memory, not from registers
     is_split: bool  # an item walks part of the query heads that share its keys: gradients are float32 parts
 
@@ -69,7 +68,6 @@ class Shape:
             has_cap=option("soft_cap"),
             is_ordered=option("ordered"),
             is_ahead=option("ahead"),
-            is_rounded=option("rounded_probs"),
             is_turned=option("turned_scores"),
             is_split=option("split"),
         )

@@ -44,7 +44,6 @@ class BackwardTiles:
         query_stages: stages of the ring of queries; 3 where scores are ahead, since a stage then lives for two steps.
         grad_stages: stages of the ring of output gradients.
         ahead: the scores of the next step are issued before the query gradients of this one.
-        rounded_probs: dS is computed from rounded probabilities, which are in fewer registers.
         turned_scores: dK takes dS from shared memory, not from registers.
     """
 
@@ -52,14 +51,13 @@ class BackwardTiles:
     query_stages: int
     grad_stages: int
     ahead: bool = True
-    rounded_probs: bool = False
     turned_scores: bool = True
 
 
 # Measured on one H200 (docs/performance.md). Two warpgroups of 240 registers hold gradients of 64 keys each, and beside
 # them 64 queries at head_dim 96 and 128 and 128 at 64, which halves what a step costs apart from its products.
 BACKWARD_TILES = {
-    64: BackwardTiles(128, 2, 2, ahead=False, rounded_probs=True),
+    64: BackwardTiles(128, 2, 2, ahead=False, turned_scores=False),
     96: BackwardTiles(64, 3, 3),
     128: BackwardTiles(64, 3, 3),
 }
@@ -210,7 +208,6 @@ def backward_plan(
             ("grad_stages", tiles.grad_stages),
             ("ahead", tiles.ahead),
             ("sum_columns", sum_columns(head_dim)),
-            ("rounded_probs", tiles.rounded_probs),
             ("turned_scores", tiles.turned_scores),
         ),
         operands=(*operands, *extra, *hidden),
