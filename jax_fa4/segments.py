@@ -110,9 +110,10 @@ def plan_segments(
 ) -> SegmentPlan:
     """What packed documents make of a mask, to be shared by calls of `attention` with the same mask.
 
-    Linear in T + S up to a sort, a handful of XLA operations without loops, host reads or dependence of shapes on
-    values, so that new ids never recompile. Ids that are NumPy arrays are planned here and now, and schedules are then
-    known when a call is traced (`explain` prints their length).
+    Two small kernels where kernels run; elsewhere linear in T + S up to a sort, a handful of XLA operations without
+    loops. Nothing is read by the host and no shape depends on values, so that new ids never recompile. Ids that are
+    NumPy arrays are planned here and now, and schedules are then known when a call is traced (`explain` prints their
+    length).
 
     Args:
       segment_ids: as for `attention`: (..., T) integers, or a pair of (..., T) and (..., S); negative is padding.

@@ -3,7 +3,7 @@
 It takes what the forward left and the cotangents, and calls three kernels: the preprocess (row sums of out * grad_out,
 zeroed sums of the query gradients), the backward, and the postprocess (those sums, scaled and rounded). Masks without
 ids and lengths are arithmetic in the kernel; others become the intervals of queries that see each key, and a work
-table, made when the call is traced where ids and lengths are known then, else by XLA.
+table, made when the call is traced where ids and lengths are known then, else by `planning.py`'s kernels or by XLA.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the forward kernels of every architecture take besides their plan: mask buffers, sizes, scales.
 
 Masks without ids and lengths are arithmetic in the kernel; others become row intervals and a work table, made when the
-call is traced where ids and lengths are known then, else by XLA.
+call is traced where ids and lengths are known then, else by `planning.py`'s kernels or by XLA.
 """
 
 from __future__ import annotations

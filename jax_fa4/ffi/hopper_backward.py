@@ -1,7 +1,8 @@
 """The backward of attention on Hopper GPUs as a JAX function: preprocess, the kernel, postprocess.
 
 The kernel walks tiles of keys. Masks without ids and lengths are arithmetic in it; others become an interval of queries
-for each key and a work table, made when the call is traced where ids and lengths are known then, else by XLA.
+for each key and a work table, made when the call is traced where ids and lengths are known then, else by
+`planning.py`'s kernels or by XLA.
 """
 
 from __future__ import annotations
