@@ -143,7 +143,7 @@ def read_call(
         dtype=query.dtype.name,
         mask=rule,
         scale=known_scale,
-        logits_soft_cap=_read_soft_cap(logits_soft_cap),
+        logits_soft_cap=read_soft_cap(logits_soft_cap),
         has_bias=bias is not None,
         has_mask=mask is not None,
         has_sinks=sinks is not None,
@@ -324,7 +324,8 @@ def _read_scale(scale: Any, head_dim: int, wide: Any) -> tuple[float | None, jax
     return number, None
 
 
-def _read_soft_cap(cap: Any) -> float | None:
+def read_soft_cap(cap: Any) -> float | None:
+    """The cap as a float; raises TypeError and ValueError as `read_call`."""
     accepted = "A positive finite number is accepted; None means no cap"
     if cap is None:
         return None

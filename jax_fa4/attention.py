@@ -185,6 +185,11 @@ def ring_attention(
     Source: Liu et al. 2023 (ring attention), Zhu 2024 (zigzag).
     """
     names = dispatch.read_names(implementation)
+    if axis_name is None:
+        raise TypeError(
+            "axis_name is None. The name of the mesh axis along which the sequence is split, or a tuple of names, is "
+            "accepted; where it is not split call attention."
+        )
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     devices = _ring_size(axes)
     for name, given in (("bias", bias), ("mask", mask)):
@@ -266,9 +271,15 @@ def zigzag_order(length: int, devices: int) -> np.ndarray:
       (length,) int64.
 
     Raises:
-      ValueError: twice the number of devices does not divide the length.
+      TypeError: an argument is not an int.
+      ValueError: twice the number of devices does not divide the length; or one of the two is out of range.
     """
-    if devices < 1 or length % (2 * devices):
+    for name, size, least in (("length", length, 0), ("devices", devices, 1)):
+        if not isinstance(size, int | np.integer) or isinstance(size, bool):
+            raise TypeError(f"{name} is {size!r} ({type(size).__name__}). An int from {least} is accepted.")
+        if size < least:
+            raise ValueError(f"{name} is {size}. An int from {least} is accepted.")
+    if length % (2 * devices):
         raise ValueError(
             f"length is {length} for {devices} devices. A multiple of {2 * devices} is accepted: two parts for each."
         )
@@ -308,6 +319,8 @@ def explain(
     """
     names = dispatch.read_names(implementation)
     target = dispatch.current_target(query)
+    for name in options.keys() - attention.__kwdefaults__.keys():
+        raise TypeError(f"explain was given {name!r}. The keyword arguments of jax_fa4.attention are accepted.")
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
     leaves, tree = jax.tree.flatten(given)
     is_array = [isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in leaves]

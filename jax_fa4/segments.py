@@ -106,6 +106,7 @@ def plan_segments(
     head_dim: int | None = None,
     value_dim: int | None = None,
     dtype: Any = "bfloat16",
+    logits_soft_cap: float | None = None,
     implementation: Any = None,
 ) -> SegmentPlan:
     """What packed documents make of a mask, to be shared by calls of `attention` with the same mask.
@@ -125,6 +126,7 @@ def plan_segments(
       head_dim: D; needed with `heads`.
       value_dim: Dv; None: D.
       dtype: query's dtype.
+      logits_soft_cap: as the calls'; some kernels have other tiles where there is one, so it matters with `heads`.
       implementation: as the calls'; which kernels' tiles the tables are for.
 
     Returns:
@@ -136,8 +138,11 @@ def plan_segments(
 
     Source: FlashAttention-4, arXiv 2603.05451, section 3.3 (the order of work items).
     """
+    if isinstance(segment_ids, SegmentPlan):
+        raise TypeError("segment_ids is a SegmentPlan already. The ids that it was made of are accepted; pass those.")
     described = _read_heads(heads, head_dim, value_dim, dtype)
     mask = arguments.read_segments(segment_ids, is_causal, local_window_size, causal_alignment)
+    soft_cap = arguments.read_soft_cap(logits_soft_cap)
     grids, names, target = NO_GRIDS, dispatch.read_names(implementation), dispatch.current_target()
     if described is not None:
         problem = AttentionProblem(
@@ -147,6 +152,7 @@ def plan_segments(
             **dataclasses.asdict(described),
             mask=mask.rule,
             scale=1.0,
+            logits_soft_cap=soft_cap,
             has_segment_ids=True,
         )
         grids = dispatch.planned_grids(names, problem, target)
@@ -214,7 +220,14 @@ def _read_heads(heads: Any, head_dim: Any, value_dim: Any, dtype: Any) -> Heads 
         raise ValueError(
             f"heads is {heads!r}. The number of query heads must be a multiple of the number of key heads."
         )
-    return Heads(int(counts[0]), int(counts[1]), int(head_dim), int(value_dim), jnp.dtype(dtype).name)
+    accepted = f"One of {', '.join(arguments.DTYPES)} is accepted: query's; pass query.dtype."
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError as error:
+        raise TypeError(f"dtype is {dtype!r}, which names none. {accepted}") from error
+    if name not in arguments.DTYPES:
+        raise TypeError(f"dtype is {name}. {accepted}")
+    return Heads(int(counts[0]), int(counts[1]), int(head_dim), int(value_dim), name)
 
 
 def read_call(*tensors: Any, segment_ids: Any = None, **options: Any) -> Call:

@@ -185,6 +185,11 @@ def test_explain_prints_within_a_terminal():
     assert [name for name, _ in report.passed_over] == ["fa4"]
 
 
+def test_explain_refuses_an_unknown_option_by_name():
+    with pytest.raises(TypeError, match="explain was given 'windows'. The keyword arguments of jax_fa4.attention"):
+        jax_fa4.explain(QUERY, KEY, KEY, windows=3)
+
+
 def test_explain_computes_nothing_and_takes_shapes():
     huge = jax.ShapeDtypeStruct((1, 2**20, 64, 128), jnp.bfloat16)
     report = jax_fa4.explain(huge, huge, huge, is_causal=True, implementation=("fa4", "reference"))

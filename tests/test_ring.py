@@ -366,3 +366,13 @@ def test_bad_input_names_the_argument():
         run(q, k, v, key_value_seq_lengths=[7, 1])
     with pytest.raises(ValueError, match="A multiple of 8 is accepted"):
         jax_fa4.zigzag_order(12, 4)
+    for arguments, error, match in (
+        ((8, 0), ValueError, "devices is 0. An int from 1 is accepted"),
+        ((-8, 2), ValueError, "length is -8. An int from 0 is accepted"),
+        (("8", 2), TypeError, r"length is '8' \(str\)"),
+        ((8, True), TypeError, r"devices is True \(bool\)"),
+    ):
+        with pytest.raises(error, match=match):
+            jax_fa4.zigzag_order(*arguments)
+    with pytest.raises(TypeError, match="axis_name is None. The name of the mesh axis"):
+        jax_fa4.ring_attention(q, k, v, axis_name=None)

@@ -320,7 +320,15 @@ def test_wrong_arguments(options, match):
         jax_fa4.plan_segments(packed_ids(0), **options)
 
 
+@pytest.mark.parametrize(("dtype", "match"), [("foo", "dtype is 'foo', which names none"), ("int8", "dtype is int8")])
+def test_wrong_dtype(dtype, match):
+    with pytest.raises(TypeError, match=match + r".*bfloat16, .* pass query\.dtype"):
+        jax_fa4.plan_segments(packed_ids(0), heads=2, head_dim=8, dtype=dtype)
+
+
 def test_wrong_ids():
+    with pytest.raises(TypeError, match="SegmentPlan already"):
+        jax_fa4.plan_segments(jax_fa4.plan_segments(packed_ids(0)))
     with pytest.raises(TypeError, match="segment_ids is None"):
         jax_fa4.plan_segments(None)
     with pytest.raises(TypeError, match="dtype float"):

@@ -241,7 +241,7 @@ def _table(
         raise ValueError(
             f"segment_ids is a plan with work tables for tiles of {planned.row_tile} by {planned.column_tile}, but the "
             f"kernel that takes this call has tiles of {grid.row_tile} by {grid.column_tile}. Make the plan for the "
-            "same device (jax_fa4.target), or leave `heads` out of plan_segments."
+            "same device (jax_fa4.target) and logits_soft_cap, or leave `heads` out of plan_segments."
         )
     if operands.query_lo is None and not any(isinstance(x, jax.Array) for x in problem.mask_operands(operands)):
         return _concrete_table(problem, grid, policy, direction)

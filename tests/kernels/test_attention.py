@@ -240,3 +240,23 @@ def test_a_call_for_a_gpu_is_not_launched_on_the_cpu() -> None:
         jax.block_until_ready(
             jax.jit(lambda operands: hopper_forward.hopper_forward(call.problem, operands))(call.operands)
         )
+
+
+def test_plan_with_work_tables_of_a_soft_cap() -> None:
+    """The Hopper backward has other tiles where scores are capped: the plan is told, and a wrong one is refused."""
+    query = jnp.asarray(np.random.default_rng(5).normal(size=(1, 65, 2, 64)), jnp.bfloat16)
+    ids = jnp.asarray(np.repeat([[2, 0, -1]], [30, 30, 5], axis=1))
+    described = {"heads": 2, "head_dim": 64, "implementation": "emulated"}
+
+    def gradient(ids: object) -> jax.Array:
+        def loss(query: jax.Array) -> jax.Array:
+            return attend(query, query, query, segment_ids=ids, logits_soft_cap=2.0)[0].astype(jnp.float32).sum()
+
+        return jax.grad(loss)(query)
+
+    with jax_fa4.target("sm_90"):
+        plan = jax_fa4.plan_segments(ids, **described, logits_soft_cap=2.0)
+        assert plan.backward_items is not None
+        np.testing.assert_array_equal(gradient(plan), gradient(ids))
+        with pytest.raises(ValueError, match=r"tiles of 128 by 128, .* and logits_soft_cap, or leave `heads` out"):
+            gradient(jax_fa4.plan_segments(ids, **described))
