@@ -319,7 +319,7 @@ def explain(
     """
     names = dispatch.read_names(implementation)
     target = dispatch.current_target(query)
-    for name in options.keys() - attention.__kwdefaults__.keys():
+    for name in options.keys() - (attention.__kwdefaults__ or {}).keys():
         raise TypeError(f"explain was given {name!r}. The keyword arguments of jax_fa4.attention are accepted.")
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
     leaves, tree = jax.tree.flatten(given)

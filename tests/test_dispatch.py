@@ -186,7 +186,7 @@ def test_explain_prints_within_a_terminal():
 
 
 def test_explain_refuses_an_unknown_option_by_name():
-    with pytest.raises(TypeError, match="explain was given 'windows'. The keyword arguments of jax_fa4.attention"):
+    with pytest.raises(TypeError, match=r"explain was given 'windows'\. The keyword arguments of jax_fa4.attention"):
         jax_fa4.explain(QUERY, KEY, KEY, windows=3)
 
 
