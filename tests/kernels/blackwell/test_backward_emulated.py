@@ -18,7 +18,7 @@ from jax_fa4 import arguments, emulator
 from jax_fa4.ffi import launch
 from jax_fa4.ffi.blackwell_backward import blackwell_backward
 from jax_fa4.kernels.blackwell.backward_plans import SINGLE_TILES
-from tests.kernels.forward_checks import draw, in_float64, seen_rows
+from tests.kernels.forward_checks import draw, in_float64, in_plain_jax, seen_rows
 from tests.kernels.gradient_checks import check_gradients
 
 pytest.importorskip("cutlass", reason="not all of these kernels are in the wheel; nvidia-cutlass-dsl builds them")
@@ -36,7 +36,10 @@ def gradients(
     is_poisoned: bool = False,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Cotangents by the kernel, from the exact output and log-sum-exp; the call; the cotangents that it was given.
+    """Cotangents by the kernel; the call; the cotangents that it was given.
+
+    It is given the exact log-sum-exp and plain JAX's output, whose error both then have in delta: where a row sees one
+    key and has a sink, that error is nearly all of the query gradient's.
 
     `kernel` holds what of `blackwell_backward` is not as it chooses. Poisoned are all rows of outputs and cotangents
     that see nothing.
@@ -45,7 +48,7 @@ def gradients(
     stuck_after = 30_000 if options.get("deterministic") else 4_000_000
     emulator.set_options(seed=seed, completion=completion, stuck_after=stuck_after)
     call = arguments.read_call(*tensors, **options)
-    out, lse = in_float64(call)
+    lse, out = in_float64(call)[1], in_plain_jax(call)
     rng = np.random.default_rng(100 + (seed if grads_seed is None else grads_seed))
     grad_out = jnp.asarray(rng.standard_normal(out.shape), call.problem.dtype)
     grad_lse = jnp.asarray(rng.standard_normal(lse.shape), jnp.float32)
