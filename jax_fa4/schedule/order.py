@@ -308,7 +308,7 @@ def _by_sections(grid: WorkGrid, row_tiles: int, last_first: bool) -> np.ndarray
     shaped = np.arange(grid.batch * row_tiles * grid.heads, dtype=np.int32).reshape(grid.batch, row_tiles, grid.heads)
     shaped = shaped[:, ::-1] if last_first else shaped
     sections = np.split(shaped, range(grid.section_heads, grid.heads, grid.section_heads), axis=2)
-    return np.concatenate([one.reshape(grid.batch, -1) for one in sections], axis=1).ravel()
+    return np.concatenate([one.reshape(grid.batch, row_tiles * one.shape[2]) for one in sections], axis=1).ravel()
 
 
 def earlier_items(bounds: TileBounds, column_tiles: int) -> Array:
