@@ -36,6 +36,19 @@ def draw(
     return tuple(jnp.asarray(one, dtype) for one in (query, key, value))  # type: ignore[return-value]
 
 
+def drawn_options(options: dict[str, Any], seed: int, lengths: tuple[int, int], heads: int) -> dict[str, Any]:
+    """A grid's options, in which `segments` stands for ids of two rows, sorted or not, and `sinks` for one a head."""
+    drawn = dict(options)
+    if "segments" in drawn:
+        rng = np.random.default_rng(seed)
+        ids = [rng.integers(0, 5, (2, length)).astype(np.int32) for length in lengths]
+        ids = [np.sort(one, axis=-1) for one in ids] if drawn.pop("segments") else ids
+        drawn["segment_ids"] = tuple(ids)
+    if drawn.pop("sinks", False):
+        drawn["sinks"] = jnp.asarray(np.linspace(-3.0, 9.0, heads))
+    return drawn
+
+
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     """float64 of the values rounded to a 16-bit dtype, by way of float32 as JAX does."""
     return values.astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float64)

@@ -9,7 +9,6 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +17,7 @@ from jax_fa4 import arguments, emulator
 from jax_fa4.ffi import blackwell_forward as wrapper
 from jax_fa4.ffi import launch
 from jax_fa4.kernels.blackwell.plans import Scheduling
-from tests.kernels.forward_checks import compare, draw
+from tests.kernels.forward_checks import compare, draw, drawn_options
 
 pytest.importorskip("cutlass", reason="not all of these kernels are in the wheel; nvidia-cutlass-dsl builds them")
 pytestmark = pytest.mark.usefixtures("blackwell")
@@ -133,13 +132,6 @@ def test_grid(
     heads, kv_heads = ((2, 2), (4, 2), (3, 1))[number % 3]
     dtype = ("bfloat16", "float16")[number % 2]
     tensors = draw(number, (2, lengths[0], heads, dims[0]), lengths[1], kv_heads, dtype, value_dim=dims[1])
-    options = dict(MASKS[mask])
-    if "segments" in options:
-        rng = np.random.default_rng(number)
-        ids = [rng.integers(0, 5, (2, length)).astype(np.int32) for length in lengths]
-        ids = [np.sort(one, axis=-1) for one in ids] if options.pop("segments") else ids
-        options["segment_ids"] = tuple(ids)
-    if options.pop("sinks", False):
-        options["sinks"] = jnp.asarray(np.linspace(-3.0, 9.0, heads))
+    options = drawn_options(MASKS[mask], number, lengths, heads)
     for seed, completion in itertools.product((number, number + 1), ("random", "lazy")):
         check(tensors, scheduling, seed, completion, architecture, **options)
