@@ -4,8 +4,8 @@
 
 Causal rows: dense, packed with log-normal documents, and skewed: one long document among short ones, documents all
 alike, rows of padding alone. 16 query heads over as many KV heads, over 2, and over 1. Every order is a work table:
-plain, last tile first, longest first in sections that fit in L2. A figure is a median over turns, its time as a ratio
-to plain order's beside the same ratio of the simulated clocks.
+plain and last tile first; in sections that fit in L2, tiles in either order, and longest first. A figure is a median
+over turns, its time as a ratio to plain order's beside the same ratio of the simulated clocks.
 """
 
 from __future__ import annotations
