@@ -244,6 +244,15 @@ def _known_intervals(rule: MaskRule, constants: MaskConstants) -> tuple[Interval
     return both
 
 
+def interval_operands(queries: Intervals, keys: Intervals) -> dict[str, Any]:
+    """What queries see and keys are seen by, as fields of `AttentionOperands`."""
+    return {
+        f"{side}_{name}": array
+        for side, intervals in (("query", queries), ("key", keys))
+        for name, array in intervals._asdict().items()
+    }
+
+
 def default_scale(head_dim: int) -> float:
     """1 / sqrt(D), the factor on the logits where the caller names none."""
     return 1.0 / math.sqrt(head_dim)

@@ -23,8 +23,8 @@ import numpy as np
 
 from jax_fa4 import arguments, dispatch
 from jax_fa4.arguments import Call
-from jax_fa4.problem import NO_GRIDS, AttentionProblem, HostArray, PlannedGrids
-from jax_fa4.schedule.order import make_table
+from jax_fa4.problem import NO_GRIDS, AttentionProblem, HostArray, PlannedGrids, interval_operands
+from jax_fa4.schedule.order import item_tables
 from jax_fa4.schedule.tiles import Intervals, MaskOperands, MaskRule, key_intervals, query_intervals
 
 Array = Any  # np.ndarray or jax.Array
@@ -183,10 +183,7 @@ def _plan(
         queries, keys, forward, backward = planned
     else:
         queries, keys = query_intervals(rule, operands), key_intervals(rule, operands)
-        forward, backward = (
-            None if grid is None else make_table(grid, intervals).items
-            for grid, intervals in zip(grids, (queries, keys), strict=True)
-        )
+        forward, backward = item_tables(grids, (queries, keys))
 
     def unfold(array: Array) -> Array:
         return array.reshape(*leading, *array.shape[1:])
@@ -278,9 +275,8 @@ def _check_fit(plan: SegmentPlan, problem: AttentionProblem) -> None:
 def _attach(plan: SegmentPlan, call: Call) -> Call:
     """The call with what the plan knows among its operands."""
     rows = {
-        f"{side}_{name}": array.reshape(call.problem.batch, *array.shape[len(call.leading) :])
-        for side, intervals in (("query", plan.queries), ("key", plan.keys))
-        for name, array in intervals._asdict().items()
+        name: array.reshape(call.problem.batch, *array.shape[len(call.leading) :])
+        for name, array in interval_operands(plan.queries, plan.keys).items()
     }
     tables = {"forward_items": plan.forward_items, "backward_items": plan.backward_items}
     operands = call.operands._replace(**rows, **tables)

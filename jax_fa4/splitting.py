@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fa4.cost import Architecture
-from jax_fa4.problem import NO_CONSTANTS, NO_GRIDS, AttentionOperands, AttentionProblem
+from jax_fa4.problem import NO_CONSTANTS, NO_GRIDS, AttentionOperands, AttentionProblem, interval_operands
 from jax_fa4.schedule.order import WorkGrid
 from jax_fa4.schedule.tiles import Intervals, MaskRule
 
@@ -146,11 +146,7 @@ class _Cut:
         queries, keys = self.of_queries(queries), self.of_keys(keys)
         if self.padding == 0 and not problem.has_segment_ids and _is_known_whole(queries, self.keys):
             return problem_of(problem, split, has_intervals=False), {}
-        found = {
-            f"{side}_{name}": array
-            for side, intervals in (("query", queries), ("key", keys))
-            for name, array in intervals._asdict().items()
-        }
+        found = interval_operands(queries, keys)
         if problem.has_segment_ids:
             found |= {"query_ids": self.of_rows(masks.query_ids), "key_ids": self.of_columns(masks.key_ids, fill=-1)}
         return problem_of(problem, split), found

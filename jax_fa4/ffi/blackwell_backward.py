@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa4.cost import ARCHITECTURES
-from jax_fa4.ffi.forward_call import MAX_SECTIONS, REMEDY, UNBOUNDED, mask_kind, softmax_floats, why_no_kernel
+from jax_fa4.ffi.forward_call import MAX_SECTIONS, REMEDY, band_edges, mask_kind, softmax_floats, why_no_kernel
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
 from jax_fa4.ffi.mask_buffers import backward_mask_buffers, zero_unseen
 from jax_fa4.ffi.postprocess import postprocess
@@ -124,7 +124,7 @@ def _section_heads(problem: AttentionProblem, tiles: Tiles) -> int:
 
 def _band(problem: AttentionProblem) -> Band:
     """Which queries a key is seen by: j - offset - right .. j - offset + left."""
-    left, right = (UNBOUNDED if edge is None else min(edge, UNBOUNDED) for edge in problem.mask.band)
+    left, right = band_edges(problem.mask)
     return Band(offset=-problem.mask.diagonal_offset, left=right, right=left)
 
 

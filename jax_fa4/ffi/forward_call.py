@@ -33,6 +33,12 @@ LOG2_E = math.log2(math.e)
 REMEDY = "Pass implementation='blockwise'."
 
 
+def band_edges(rule: MaskRule) -> tuple[int, int]:
+    """How far left and right of a row's diagonal place it sees."""
+    left, right = (UNBOUNDED if edge is None else min(edge, UNBOUNDED) for edge in rule.band)
+    return left, right
+
+
 def why_no_kernel(problem: AttentionProblem, name: str, dtypes: tuple[str, ...]) -> str | None:
     """Why the forward kernel of the architecture `name` does not take a problem, apart from its head dimensions."""
     if problem.dtype not in dtypes:
@@ -87,7 +93,8 @@ class ForwardCall:
             no table.
         packed: the query heads that share a KV head are rows of one head: row t * group + g is query t of the group's
             g-th head. For few queries, whose tile would be nearly empty, and which would read keys once a head.
-        hides_tiles: the kernel reads values from a copy where a tile has some that nobody sees; else all are copied.
+        hides_tiles: the architecture whose kernel copies tiles with values that nobody sees, which are then read from
+            the copy; None: all values are copied.
     """
 
     problem: AttentionProblem
@@ -97,7 +104,7 @@ class ForwardCall:
     ctas: int = 1
     policy: Policy | None = None
     packed: bool = False
-    hides_tiles: bool = False
+    hides_tiles: str | None = None
 
     @property
     def seen(self) -> AttentionProblem:
@@ -155,7 +162,7 @@ class ForwardCall:
         """Every integer that a forward plan may name, for operands without gaps."""
         problem, element_bytes = self.seen, DTYPES[self.problem.dtype]
         head_bytes, value_head_bytes = problem.head_dim * element_bytes, problem.value_dim * element_bytes
-        left, right = problem.mask.band
+        left, right = band_edges(problem.mask)
         section_heads = self.section_heads()
         integers = {
             "batch": problem.batch,
@@ -165,8 +172,8 @@ class ForwardCall:
             "heads": problem.query_heads,
             "kv_heads": problem.kv_heads,
             "offset": problem.mask.diagonal_offset,
-            "left": UNBOUNDED if left is None else min(left, UNBOUNDED),
-            "right": UNBOUNDED if right is None else min(right, UNBOUNDED),
+            "left": left,
+            "right": right,
             "section_heads": section_heads,
             "sections": problem.batch * problem.query_heads // section_heads,
             "interval_stride": 0,
@@ -213,9 +220,10 @@ class ForwardCall:
         table, rows = self.table(operands), self.row_intervals(operands)
         seen, seen_from = problem.intervals(operands)
         found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
-        if self.hides_tiles:
+        if self.hides_tiles is not None:
             tiles = -(-self.integers()["key_length"] // self.key_tile)
-            hidden, flags = hide_unseen(seen_from, seen, self.key_tile, tiles, operands.value, driver=driver)
+            where: dict[str, Any] = {"architecture": self.hides_tiles, "driver": driver}
+            hidden, flags = hide_unseen(seen_from, seen, self.key_tile, tiles, operands.value, **where)
             found |= {"hidden_value": hidden[0], "hidden_tiles": flags}
         else:
             (found["value"],) = zero_unseen(seen_from.lo < seen_from.hi, operands.value)

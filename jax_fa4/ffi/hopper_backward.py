@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.ffi import hopper_forward
-from jax_fa4.ffi.forward_call import UNBOUNDED, mask_kind, softmax_floats
+from jax_fa4.ffi.forward_call import band_edges, mask_kind, softmax_floats
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
 from jax_fa4.ffi.mask_buffers import backward_mask_buffers, hide_unseen, zero_unseen
 from jax_fa4.ffi.postprocess import postprocess
@@ -106,7 +106,7 @@ def _section_heads(problem: AttentionProblem, query_tile: int) -> int:
 
 def _integers(problem: AttentionProblem, shared: AttentionProblem, query_tile: int, rows: int) -> dict[str, int]:
     """The call's integers; `shared` is the problem whose KV heads are those that items are made for."""
-    left, right = problem.mask.band
+    left, right = band_edges(problem.mask)
     heads = shared.batch * shared.kv_heads
     section_heads = _section_heads(shared, query_tile)
     integers = {
@@ -118,8 +118,8 @@ def _integers(problem: AttentionProblem, shared: AttentionProblem, query_tile: i
         "item_heads": shared.kv_heads,
         "splits": shared.kv_heads // problem.kv_heads,
         "offset": problem.mask.diagonal_offset,
-        "left": UNBOUNDED if left is None else min(left, UNBOUNDED),
-        "right": UNBOUNDED if right is None else min(right, UNBOUNDED),
+        "left": left,
+        "right": right,
         "section_heads": section_heads,
         "sections": heads // section_heads,
         "interval_stride": 0,
@@ -156,8 +156,9 @@ def _hidden(
     """What the kernel reads of tiles that hold rows which nobody sees, and which tiles these are."""
     seeing, seen = problem.intervals(operands)
     counts = -(-problem.query_length // query_tile), -(-problem.key_length // KEY_TILE)
-    of_queries = hide_unseen(seeing, seen, query_tile, counts[0], operands.query, grad_out, driver=driver)
-    of_keys = hide_unseen(seen, seeing, KEY_TILE, counts[1], operands.key, operands.value, driver=driver)
+    where: dict[str, Any] = {"architecture": ARCHITECTURE, "driver": driver}
+    of_queries = hide_unseen(seeing, seen, query_tile, counts[0], operands.query, grad_out, **where)
+    of_keys = hide_unseen(seen, seeing, KEY_TILE, counts[1], operands.key, operands.value, **where)
     (query, hidden_grad_out), (key, value) = of_queries[0], of_keys[0]
     hidden = {"query": query, "grad_out": hidden_grad_out, "key": key, "value": value}
     flags = {"hidden_queries": of_queries[1], "hidden_keys": of_keys[1]}

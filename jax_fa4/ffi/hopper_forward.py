@@ -19,6 +19,7 @@ from jax_fa4.ffi.forward_call import (
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
 from jax_fa4.kernels import bundle
 from jax_fa4.kernels.hopper.plans import (
+    ARCHITECTURE,
     FORWARD_DTYPES,
     FORWARD_TILES,
     SHORT_TILES,
@@ -92,7 +93,9 @@ def forward_call(
     """The problem as the kernel takes it; `tiles`, `policy` and `packed` as for `hopper_forward`."""
     tiles = tiles or tiles_of(problem)
     packed = is_packed(problem, tiles) if packed is None else packed
-    return ForwardCall(problem, tiles.rows, tiles.key_tile, HOPPER, policy=policy, packed=packed, hides_tiles=True)
+    return ForwardCall(
+        problem, tiles.rows, tiles.key_tile, HOPPER, policy=policy, packed=packed, hides_tiles=ARCHITECTURE
+    )
 
 
 def describe(problem: AttentionProblem) -> list[tuple[str, str]]:

@@ -27,7 +27,13 @@ def zero_unseen(is_seen: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def hide_unseen(
-    rows: Intervals, others: Intervals, tile_rows: int, tiles: int, *tensors: jax.Array, driver: str = CUDA_DRIVER
+    rows: Intervals,
+    others: Intervals,
+    tile_rows: int,
+    tiles: int,
+    *tensors: jax.Array,
+    architecture: str,
+    driver: str = CUDA_DRIVER,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Tensors to read in place of others where these have rows that take no part, which may be NaN.
 
@@ -37,6 +43,7 @@ def hide_unseen(
       tile_rows: rows of a tile, at most 256.
       tiles: how many tiles of each batch row are asked for, from the first.
       tensors: one or two (B, rows, heads, dim), whole vectors of 16 bytes a row.
+      architecture: one of `jax_fa4.kernels.plan.ARCHITECTURES`.
       driver: the driver library that launches the kernel.
 
     Returns:
@@ -58,7 +65,7 @@ def hide_unseen(
         integers[f"vectors_{number}"] = tensor.shape[2] * tensor.shape[3] * tensor.dtype.itemsize // VECTOR_BYTES
         operands[f"tensor_{number}"] = tensor
         results[f"hidden_{number}"] = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
-    found = launch(hide_rows_plan("sm_90a", len(tensors)), operands, results, integers, driver=driver)
+    found = launch(hide_rows_plan(architecture, len(tensors)), operands, results, integers, driver=driver)
     return tuple(found[f"hidden_{number}"] for number in range(len(tensors))), found["flags"]
 
 

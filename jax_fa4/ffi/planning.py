@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from jax_fa4.ffi.forward_call import UNBOUNDED, band_edges
 from jax_fa4.ffi.launch import CUDA_DRIVER, launch
 from jax_fa4.kernels import bundle
 from jax_fa4.kernels.planning_plans import (
@@ -22,10 +23,9 @@ from jax_fa4.kernels.planning_plans import (
     rows_plan,
 )
 from jax_fa4.problem import PlannedGrids
-from jax_fa4.schedule.order import Column, WorkGrid, make_table
+from jax_fa4.schedule.order import Column, WorkGrid, item_tables
 from jax_fa4.schedule.tiles import Intervals, MaskOperands, MaskRule, key_intervals, query_intervals
 
-UNBOUNDED = 1 << 30  # no band is wider: beyond any row, and its sum with a row does not overflow
 SHARE_ROWS = 2048  # rows of a block where ids ascend: two for each thread
 TILE = 128  # where no table is wanted
 ORDER_BLOCKS = 264  # two for each multiprocessor of the largest GPU here; blocks walk what there is
@@ -101,10 +101,7 @@ def formula(rule: MaskRule, batch: int, masks: MaskOperands, grids: PlannedGrids
     queries, keys = (
         Intervals(*(jnp.broadcast_to(one, (batch, *one.shape[1:])) for one in intervals)) for intervals in both
     )
-    forward, backward = (
-        None if grid is None else make_table(grid, intervals).items for grid, intervals in zip(grids, both, strict=True)
-    )
-    return Planned(queries, keys, forward, backward)
+    return Planned(queries, keys, *item_tables(grids, both))
 
 
 def _launch(
@@ -156,7 +153,7 @@ def _operands(rule: MaskRule, batch: int, masks: MaskOperands) -> dict[str, jax.
 
 def _row_integers(rule: MaskRule, grids: PlannedGrids) -> dict[str, int]:
     """Bands and tiles of both directions: keys of a query, queries of a key."""
-    left, right = (UNBOUNDED if edge is None else min(edge, UNBOUNDED) for edge in rule.band)
+    left, right = band_edges(rule)
     right = max(right, -UNBOUNDED)
     offset = rule.diagonal_offset
     found = {"query_length": rule.query_length, "key_length": rule.key_length}

@@ -28,7 +28,7 @@ from jax_fa4.ffi import (
 )
 from jax_fa4.ffi.preprocess import padded_length
 from jax_fa4.kernels.plan import Architecture, KernelPlan, architecture_for, architectures_for
-from jax_fa4.problem import NO_GRIDS, AttentionOperands, AttentionProblem, PlannedGrids
+from jax_fa4.problem import NO_GRIDS, AttentionOperands, AttentionProblem, PlannedGrids, interval_operands
 from jax_fa4.schedule.order import WorkGrid
 from jax_fa4.schedule.tiles import MaskOperands, MaskRule
 from jax_fa4.splitting import Split, choose_split, problem_of, run_split
@@ -118,6 +118,11 @@ def capability_of(target: Target) -> tuple[int, int] | None:
     return number // 10, number % 10
 
 
+def general_architecture_of(target: Target) -> Architecture | None:
+    """The architecture of the small kernels around attention, which need nothing special of a target."""
+    return architecture_for(capability_of(target) or (0, 0))
+
+
 def architecture_of(target: Target) -> Architecture | None:
     """The architecture for which there are attention kernels that run on a target; None where there is none."""
     capability = capability_of(target)
@@ -128,7 +133,7 @@ def architecture_of(target: Target) -> Architecture | None:
 
 def kernels_of(target: Target) -> Kernels:
     """The row of the table for a target that has one. Raises NotImplementedError for others."""
-    architecture = architecture_of(target)
+    architecture = general_architecture_of(target)
     if architecture is None:
         raise NotImplementedError(f"there are no attention kernels for {target}.")
     return KERNELS[architecture.name]
@@ -200,7 +205,7 @@ class AttentionKernels:
         self, rule: MaskRule, batch: int, masks: MaskOperands, grids: PlannedGrids, target: Target
     ) -> planning.Planned | None:
         """A mask of traced ids and lengths, planned by kernels; None where they are not to be had: XLA can do it."""
-        architecture = architecture_for(capability_of(target) or (0, 0))
+        architecture = general_architecture_of(target)
         if architecture is None:
             return None
         try:
@@ -222,11 +227,7 @@ class AttentionKernels:
         planned = self.plan_mask(problem.mask, problem.batch, problem.mask_operands(operands), grids, target)
         if planned is None:
             return problem, operands
-        rows = {
-            f"{side}_{name}": array
-            for side, intervals in (("query", planned.queries), ("key", planned.keys))
-            for name, array in intervals._asdict().items()
-        }
+        rows = interval_operands(planned.queries, planned.keys)
         tables = {"forward_items": planned.forward_items, "backward_items": planned.backward_items}
         return dataclasses.replace(problem, planned=grids), operands._replace(**rows, **tables)
 
@@ -248,7 +249,7 @@ class AttentionKernels:
             return kernels.forward(problem, operands, driver=self.driver(target))
 
         merge = None
-        architecture = architecture_for(capability_of(target) or (0, 0))
+        architecture = general_architecture_of(target)
         if not split.is_whole and architecture is not None and merge_parts.is_available(problem, architecture.name):
             merge = functools.partial(
                 merge_parts.merge_parts, architecture=architecture.name, driver=self.driver(target)

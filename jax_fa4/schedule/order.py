@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fa4.cost import Architecture, ItemCost, backward_tile, forward_tile
-from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.problem import AttentionOperands, AttentionProblem, PlannedGrids
 from jax_fa4.schedule.tiles import Intervals, TileBounds, tile_bounds
 
 Array = Any  # np.ndarray or jax.Array
@@ -301,6 +301,14 @@ def make_table(grid: WorkGrid, intervals: Intervals, policy: Policy = Policy.LON
     columns = (batch, head, tile, compare_ids, *(of_item(bound) for bound in bounds))
     items = xp.stack([column.astype(xp.int32) for column in columns], axis=1)
     return WorkTable(items, of_item(clocks), batch_order)
+
+
+def item_tables(grids: PlannedGrids, intervals: tuple[Intervals, Intervals]) -> tuple[Array | None, Array | None]:
+    """Items of the forward and the backward pass, from what queries see and keys are seen by; None without a grid."""
+    forward, backward = (
+        None if grid is None else make_table(grid, rows).items for grid, rows in zip(grids, intervals, strict=True)
+    )
+    return forward, backward
 
 
 def _by_sections(grid: WorkGrid, row_tiles: int, last_first: bool) -> np.ndarray:

@@ -36,7 +36,7 @@ def test_only_tiles_with_unseen_rows_are_copied(count: int) -> None:
     tensors = [jax.random.normal(jax.random.key(n), (3, 200, 2, 8 * (n + 1)), jnp.bfloat16) for n in range(count)]
 
     def hide(seen: Intervals, others: Intervals, *tensors: jax.Array) -> object:
-        return hide_unseen(seen, others, TILE, 7, *tensors, driver="emulator")
+        return hide_unseen(seen, others, TILE, 7, *tensors, architecture="sm_90a", driver="emulator")
 
     hidden, flags = jax.jit(hide)(*jax.tree.map(jnp.asarray, (seen, others)), *tensors)  # type: ignore[misc]
     # Row 1: no interval reaches beyond key 70. Row 2: intervals span the hole, and tiles 2 and 3 are all in it.
@@ -51,6 +51,8 @@ def test_only_tiles_with_unseen_rows_are_copied(count: int) -> None:
 def test_nothing_is_copied_where_all_is_known_to_be_seen() -> None:
     masks, rule = MaskOperands(ids()[:1], ids()[:1]), MaskRule(200, 200)
     tensor = jnp.ones((1, 200, 2, 8), jnp.bfloat16)
-    (hidden,), flags = hide_unseen(key_intervals(rule, masks), query_intervals(rule, masks), TILE, 7, tensor)
+    (hidden,), flags = hide_unseen(
+        key_intervals(rule, masks), query_intervals(rule, masks), TILE, 7, tensor, architecture="sm_90a"
+    )
     assert hidden is tensor
     assert not flags.any()

@@ -54,7 +54,7 @@ def test_hidden_rows(architecture: str) -> None:
     tensors = [jax.random.normal(jax.random.key(n), (3, 2000, 2, 64), jnp.bfloat16) for n in range(2)]
 
     def hide(seen: Any, others: Any, *tensors: jax.Array) -> Any:
-        return hide_unseen(seen, others, 80, 25, *tensors)
+        return hide_unseen(seen, others, 80, 25, *tensors, architecture="sm_90a")
 
     hidden, flags = jax.jit(hide)(*jax.tree.map(jnp.asarray, (seen, others)), *tensors)
     is_seen = np.pad((seen.lo < seen.hi), ((0, 0), (0, 0)))
