@@ -103,10 +103,6 @@ class AttentionOperands(NamedTuple):
     forward_items: Any = None  # (n, 8) int32, of a `WorkTable`; see `PlannedGrids`
     backward_items: Any = None
 
-    def without_tables(self) -> "AttentionOperands":
-        """The operands without a plan's work tables, as a call with another batch needs them."""
-        return self._replace(forward_items=None, backward_items=None)
-
 
 class PlannedGrids(NamedTuple):
     """What a plan's work tables are for: `jax_fa4.schedule.order.WorkGrid` of each pass, None where there is none."""

@@ -36,7 +36,6 @@ from jax_fa4.kernels.plans import around_backward
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table
 
-Gradients = tuple[jax.Array, jax.Array, jax.Array]
 ITEMS_PER_SM = 2  # items for each multiprocessor that splitting groups of query heads aims at
 
 
