@@ -29,15 +29,6 @@ HEADS, HEAD_DIM = 8, 64
 SMALL = ((1, 128), (8, 128), (1, 512))  # batch, length
 SMALL_REPEATS = 31
 
-_CASES = flags.DEFINE_multi_enum("cases", list(CASES), CASES, "What to measure; may be repeated.")
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of each function; the figure is their median.", lower_bound=1)
-_CAUSAL_LENGTH = flags.DEFINE_integer("causal_length", 4096, "Queries and keys of the causal case.", lower_bound=1)
-_PACKED_LENGTH = flags.DEFINE_integer("packed_length", 8192, "Tokens of the packed case.", lower_bound=1)
-_DOCUMENTS = flags.DEFINE_integer("documents", 16, "Documents of the packed case.", lower_bound=1)
-_MEMORY_LENGTH = flags.DEFINE_integer("memory_length", 16384, "Queries and keys of the memory case.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs and of the documents' lengths.")
-_OUT = flags.DEFINE_string("out", None, "File to write the figures to, as JSON.")
-
 
 class Row(NamedTuple):
     """One comparison: seconds or bytes."""
@@ -201,22 +192,34 @@ def show(rows: list[Row]) -> None:
     Console().print(table)
 
 
+def define_flags() -> None:
+    """Flags of the program; not defined on import, so that a test can import several benchmarks."""
+    flags.DEFINE_multi_enum("cases", list(CASES), CASES, "What to measure; may be repeated.")
+    flags.DEFINE_integer("repeats", 3, "Runs of each function; the figure is their median.", lower_bound=1)
+    flags.DEFINE_integer("causal_length", 4096, "Queries and keys of the causal case.", lower_bound=1)
+    flags.DEFINE_integer("packed_length", 8192, "Tokens of the packed case.", lower_bound=1)
+    flags.DEFINE_integer("documents", 16, "Documents of the packed case.", lower_bound=1)
+    flags.DEFINE_integer("memory_length", 16384, "Queries and keys of the memory case.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Seed of the inputs and of the documents' lengths.")
+    flags.DEFINE_string("out", None, "File to write the figures to, as JSON.")
+
+
 def main(arguments: list[str]) -> None:
     """Measure what the flags ask for, print it, and write it."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected arguments {arguments[1:]}; sizes are flags, such as --causal_length=1024")
-    lengths = {"causal": _CAUSAL_LENGTH.value, "packed": _PACKED_LENGTH.value, "memory": _MEMORY_LENGTH.value}
+    given = flags.FLAGS
+    lengths = {"causal": given.causal_length, "packed": given.packed_length, "memory": given.memory_length}
     with Progress() as progress:
-        task = progress.add_task("measuring", total=steps(_CASES.value, _REPEATS.value))
-        rows = measure(
-            _CASES.value, lengths, _DOCUMENTS.value, _REPEATS.value, _SEED.value, lambda: progress.advance(task)
-        )
+        task = progress.add_task("measuring", total=steps(given.cases, given.repeats))
+        rows = measure(given.cases, lengths, given.documents, given.repeats, given.seed, lambda: progress.advance(task))
     show(rows)
-    if _OUT.value:
-        Path(_OUT.value).parent.mkdir(parents=True, exist_ok=True)
+    if given.out:
+        Path(given.out).parent.mkdir(parents=True, exist_ok=True)
         figures = [{**row._asdict(), "ratio": row.ratio} for row in rows]
-        Path(_OUT.value).write_text(json.dumps({"benchmark": "blockwise_cpu", "rows": figures}, indent=1) + "\n")
+        Path(given.out).write_text(json.dumps({"benchmark": "blockwise_cpu", "rows": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

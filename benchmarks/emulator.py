@@ -24,11 +24,6 @@ import jax_fa4
 from jax_fa4 import emulator
 from tests.emulator.device import Buffer, Kernel, entry
 
-flags.DEFINE_integer("rounds", 3, "runs of each, of which the median is printed")
-flags.DEFINE_bool("kernels", True, "also our attention kernels")
-flags.DEFINE_string("out", None, "file for the figures as JSON")
-FLAGS = flags.FLAGS
-
 WARPS = 4
 UNROLLED = 8  # times that a loop repeats its body
 
@@ -143,14 +138,21 @@ def measure(rounds: int, kernels: bool) -> dict[str, Figure]:
     return figures
 
 
+def define_flags() -> None:
+    """Flags of the program; not defined on import, so that a test can import several benchmarks."""
+    flags.DEFINE_integer("rounds", 3, "Runs of each, of which the median is printed.", lower_bound=1)
+    flags.DEFINE_bool("kernels", True, "Also our attention kernels.")
+    flags.DEFINE_string("out", None, "File to write the figures to, as JSON.")
+
+
 def main(_: list[str]) -> None:
     """Prints the table."""
-    figures = measure(FLAGS.rounds, FLAGS.kernels)
-    if FLAGS.out:
+    figures = measure(flags.FLAGS.rounds, flags.FLAGS.kernels)
+    if flags.FLAGS.out:
         rows = {
             name: figure._asdict() | {"million_a_second": figure.million_a_second} for name, figure in figures.items()
         }
-        Path(FLAGS.out).write_text(json.dumps({"benchmark": "emulator", "figures": rows}))
+        Path(flags.FLAGS.out).write_text(json.dumps({"benchmark": "emulator", "figures": rows}))
     print(f"{'':32}{'instructions':>14}{'multiply-adds':>16}{'seconds':>9}{'million/s':>11}")
     for name, figure in figures.items():
         counts = f"{figure.instructions:14,}{figure.multiply_adds:16,}"
@@ -158,4 +160,5 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

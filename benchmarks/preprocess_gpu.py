@@ -36,10 +36,6 @@ CASES = (
 )
 ROWS_PER_THREAD = (1, 2, 4)
 
-flags.DEFINE_integer("calls", 20, "calls dispatched together")
-flags.DEFINE_integer("repeats", 9, "timed runs, of which the median is taken")
-flags.DEFINE_string("variants", None, "folder with binaries of other rows per thread, to be timed as well")
-flags.DEFINE_string("write_variants", None, "build those binaries into this folder and end")
 FLAGS = flags.FLAGS
 
 
@@ -157,6 +153,14 @@ def timed_on_stream(call: Callable[[], object]) -> float:
     return float(np.median(seconds[1:]))
 
 
+def define_flags() -> None:
+    """Flags of the program; not defined on import, so that a test can import several benchmarks."""
+    flags.DEFINE_integer("calls", 20, "calls dispatched together")
+    flags.DEFINE_integer("repeats", 9, "timed runs, of which the median is taken")
+    flags.DEFINE_string("variants", None, "folder with binaries of other rows per thread, to be timed as well")
+    flags.DEFINE_string("write_variants", None, "build those binaries into this folder and end")
+
+
 def main(_: list[str]) -> None:
     """The commands of this module's text."""
     if FLAGS.write_variants:
@@ -176,4 +180,5 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

@@ -133,7 +133,7 @@ def architecture_of(target: Target) -> Architecture | None:
 
 def kernels_of(target: Target) -> Kernels:
     """The row of the table for a target that has one. Raises NotImplementedError for others."""
-    architecture = general_architecture_of(target)
+    architecture = architecture_of(target)
     if architecture is None:
         raise NotImplementedError(f"there are no attention kernels for {target}.")
     return KERNELS[architecture.name]

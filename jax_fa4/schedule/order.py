@@ -32,7 +32,8 @@ Array = Any  # np.ndarray or jax.Array
 
 
 class Policy(enum.Enum):
-    """How items are ordered; the first two are for comparison."""
+    """How items are ordered: longest first by default; the orders by sections serve the deterministic backward (see
+    `turns.py`), and the first two comparisons."""
 
     PLAIN = "plain"  # batch rows, heads, row tiles, each from first to last
     REVERSED = "reversed"  # the same with row tiles from last to first: longest first if the mask is causal

@@ -50,7 +50,7 @@ def test_figures_tables_and_picture(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_orders_run_the_kernel(hopper_on_the_cpu: None) -> None:
     settings = attention.Settings(kinds=("orders",), passes=("forward",), **TINY)
     figures = list(attention.measure(settings, Console(quiet=True)))
-    assert [one.candidate for one in figures] == ["plain", "reversed", "longest_first"] * 2
+    assert [one.candidate for one in figures] == ["plain", "reversed", "first_first", "last_first", "longest_first"] * 2
     settings = attention.Settings(kinds=("short", "decode"), passes=("forward",), **TINY)
     figures = list(attention.measure(settings, Console(quiet=True)))
     assert [one.candidate for one in figures[:6]] == ["usual tiles", "short tiles", "jax.nn"] * 2
