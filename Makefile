@@ -72,7 +72,8 @@ $(VENV)/.tools-ready:
 	@touch $@
 
 # The editable install only points at this folder (no CMake run inside it); the `ext` target builds the extension.
-EDITABLE := install --no-build-isolation -C wheel.cmake=false -C wheel.py-api= -C editable.mode=inplace -e
+EDITABLE := install --no-build-isolation --config-settings wheel.cmake=false --config-settings wheel.py-api= \
+	--config-settings editable.mode=inplace -e
 
 $(VENV)/.demo-ready: $(VENV)/.tools-ready pyproject.toml
 	@echo "   jax_fa4, JAX, Flax, Optax, Matplotlib"
