@@ -19,6 +19,7 @@ from jax_fa4.schedule.tiles import MaskRule
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 INT32_MAX = np.iinfo(np.int32).max
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class Call(NamedTuple):
@@ -319,14 +320,15 @@ def _read_scale(scale: Any, head_dim: int, wide: Any) -> tuple[float | None, jax
         number = float(scale)
     except (TypeError, ValueError) as error:
         raise TypeError(f"scale is {_seen(scale)}. {accepted}.") from error
-    if not math.isfinite(number):
-        raise ValueError(f"scale is {number}. It must be finite. {accepted}.")
-    return number, None
+    scores = jnp.finfo(wide)
+    if not abs(number) <= float(scores.max):
+        raise ValueError(f"scale is {number}. It must be finite, as {scores.dtype} too. {accepted}.")
+    return 0.0 if abs(number) < float(scores.tiny) else number, None
 
 
 def read_soft_cap(cap: Any) -> float | None:
     """The cap as a float; raises TypeError and ValueError as `read_call`."""
-    accepted = "A positive finite number is accepted; None means no cap"
+    accepted = "A positive finite number, as float32 too, is accepted; None means no cap"
     if cap is None:
         return None
     if _is_traced(cap):
@@ -340,7 +342,7 @@ def read_soft_cap(cap: Any) -> float | None:
         number = float(cap)
     except (TypeError, ValueError) as error:
         raise TypeError(f"logits_soft_cap is {_seen(cap)}. {accepted}.") from error
-    if not (math.isfinite(number) and number > 0):
+    if not SMALLEST_FLOAT32 <= number <= LARGEST_FLOAT32:
         raise ValueError(f"logits_soft_cap is {number}. {accepted}.")
     return number
 

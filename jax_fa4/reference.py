@@ -109,10 +109,14 @@ def _seen_rows(
 
 
 def _scores(problem: AttentionProblem, operands: AttentionOperands, query: jax.Array, key: jax.Array) -> jax.Array:
-    """softcap(scale * q.k) + bias, (B, N, T, S)."""
-    scale = operands.scale if problem.scale is None else problem.scale
+    """softcap(scale * q.k) + bias, (B, N, T, S).
+
+    The queries carry the scale. A product with it behind would be rounded otherwise where XLA makes one operation of
+    it and of the maximum's subtraction, and differ by more than exp bears where scores are huge.
+    """
+    query = query * (operands.scale if problem.scale is None else problem.scale)
     grouped = query.reshape(*query.shape[:2], problem.kv_heads, problem.group_size, problem.head_dim)
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, precision=jax.lax.Precision.HIGHEST) * scale
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, precision=jax.lax.Precision.HIGHEST)
     scores = scores.reshape(problem.batch, problem.query_heads, problem.query_length, problem.key_length)
     if problem.logits_soft_cap is not None:
         scores = problem.logits_soft_cap * jnp.tanh(scores / problem.logits_soft_cap)

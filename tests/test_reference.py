@@ -111,6 +111,15 @@ def test_float32_equals_the_oracle(name):
     check(CASES[name], jnp.float32, 1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_huge_scores_choose_one_key(implementation):
+    """Scores of 1e10, of which one rounding, 1024, is more than exp bears: all operations must see the same scores."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=size).astype(np.float32) for size in ((1, 40, 2, 64), *2 * ((1, 50, 1, 64),)))
+    out = jax_fa4.attention(query, key, value, scale=1e8, implementation=implementation)
+    np.testing.assert_allclose(out, value[:, np.argmax(query[0] @ key[0, :, 0].T, axis=-1)][..., 0, :], atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_rounds_once(dtype):
     """Arithmetic is float32: the output differs from the oracle by its own rounding alone."""

@@ -172,7 +172,8 @@ void LoadInto(LoadedKernel* loaded) {
 }  // namespace
 
 bool ArchitectureRule::Accepts(Capability device) const {
-  if (device.major != capability.major) return false;
+  const bool is_11_0 = device.major == 10 && device.minor == 1;  // by its older number; another family
+  if (device.major != capability.major || is_11_0) return false;
   return family ? device.minor >= capability.minor : device.minor == capability.minor;
 }
 

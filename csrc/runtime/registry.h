@@ -47,7 +47,8 @@ struct LaunchRecipe {
   bool programmatic_launch = false;  // may start before its predecessor ends; the kernel then waits itself
 };
 
-// The devices an architecture's code runs on: the capability itself, or with `family` later minors of it as well.
+// The devices an architecture's code runs on: the capability itself, or with `family` later minors of it as well,
+// all but 10.1, the older number of 11.0.
 struct ArchitectureRule {
   std::string name;  // "sm_90a"
   Capability capability;

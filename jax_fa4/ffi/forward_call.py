@@ -26,6 +26,7 @@ from jax_fa4.schedule.tiles import Intervals, MaskRule
 MaskKind = Literal["causal", "window", "intervals", "ids"]
 UNBOUNDED = 1 << 30  # an edge that never binds: beyond any row, and its sum with a row does not overflow
 MAX_LENGTH = 1 << 29
+MAX_SOFT_CAP = 1e4  # tanh is made of an exponential, whose rounding, 6e-8, the cap multiplies
 MAX_PACKED_QUERIES = 64  # more fill a tile by themselves; packing copies the queries
 MAX_SECTIONS = 65535  # the grid's z
 SLACK_LOG2 = 8.0  # the lazy rescaling's threshold (arXiv 2603.05451); see kernels/parts/softmax_row.py
@@ -47,6 +48,8 @@ def why_no_kernel(problem: AttentionProblem, name: str, dtypes: tuple[str, ...])
         return f"the {name} kernel takes no bias and no dense mask. {REMEDY}"
     if problem.scale is None or problem.scale <= 0.0:
         return f"the {name} kernel takes a positive scale that is known when the call is traced. {REMEDY}"
+    if (problem.logits_soft_cap or 0.0) > MAX_SOFT_CAP:
+        return f"logits_soft_cap is {problem.logits_soft_cap:g}; the {name} kernel takes up to {MAX_SOFT_CAP:g}. {REMEDY}"
     if max(problem.query_length, problem.key_length) > MAX_LENGTH:
         return f"the {name} kernel takes lengths up to {MAX_LENGTH}. {REMEDY}"
     return None

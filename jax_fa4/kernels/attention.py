@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import jax
 
 from jax_fa4 import emulator
-from jax_fa4.blockwise import blockwise
 from jax_fa4.cost import ARCHITECTURES as COSTS
 from jax_fa4.dispatch import Target, current_target
 from jax_fa4.ffi import (
@@ -43,14 +42,14 @@ class Kernels:
 
     Attributes:
       forward: (problem, operands, driver=name) -> output (B, T, N, Dv) and log-sum-exp (B, T, N).
-      backward: (problem, operands, out, lse, grad_out, grad_lse, driver=name) -> cotangents; None while there is none.
+      backward: (problem, operands, out, lse, grad_out, grad_lse, driver=name) -> cotangents.
       why_not: why the kernels do not take a problem, forward and backward; None where they do.
       describe: labels and texts for `explain`.
       grids: what a `jax_fa4.SegmentPlan` makes work tables for.
     """
 
     forward: Callable[..., Pair]
-    backward: Callable[..., AttentionOperands] | None
+    backward: Callable[..., AttentionOperands]
     why_not: Callable[[AttentionProblem], str | None]
     describe: Callable[[AttentionProblem], Details]
     grids: Callable[[AttentionProblem], PlannedGrids]
@@ -110,6 +109,11 @@ KERNELS: Mapping[str, Kernels] = {
 }
 
 
+def _what_there_is() -> str:
+    *others, last = KERNELS
+    return f"there are attention kernels for {', '.join(others)} and {last}"
+
+
 def capability_of(target: Target) -> tuple[int, int] | None:
     """The compute capability that a target names; None where it names no NVIDIA GPU."""
     if target.architecture is None:
@@ -167,13 +171,7 @@ class AttentionKernels:
         if target.architecture is None:
             return f"the kernels need an NVIDIA GPU, and the target is {target}; pass implementation='blockwise'."
         if architecture_of(target) is None:
-            built = " and ".join(KERNELS)
-            return f"there are attention kernels for {built}, not for {target}; pass implementation='blockwise'."
-        if kernels_of(target).backward is None:
-            return (
-                f"the kernels for {target} have no backward in this version, and a call must not fail in its gradient; "
-                "pass implementation='blockwise'."
-            )
+            return f"{_what_there_is()}, not for {target}; pass implementation='blockwise'."
         return self._why_not_launched(problem, target)
 
     def _why_not_launched(self, problem: AttentionProblem, target: Target) -> str | None:
@@ -269,12 +267,9 @@ class AttentionKernels:
     ) -> AttentionOperands:
         """The cotangents of query, key and value, in their shapes; raises as `forward`."""
         target = current_target()
-        backward = kernels_of(target).backward
-        if backward is None:  # of the emulated GPU alone: the others refuse the call
-            return blockwise.backward(problem, operands, out, lse, grad_out, grad_lse)
-        grids = kernels_of(target).grids(problem)
-        problem, operands = self._planned(problem, operands, grids, target)
-        return backward(problem, operands, out, lse, grad_out, grad_lse, driver=self.driver(target))
+        kernels = kernels_of(target)
+        problem, operands = self._planned(problem, operands, kernels.grids(problem), target)
+        return kernels.backward(problem, operands, out, lse, grad_out, grad_lse, driver=self.driver(target))
 
 
 class EmulatedKernels(AttentionKernels):
@@ -305,17 +300,9 @@ class EmulatedKernels(AttentionKernels):
                 return str(error)
         if architecture_of(target) is None:
             return (
-                f"the emulated GPU is {target}, and there are attention kernels for {' and '.join(KERNELS)}; trace the "
-                "call under jax_fa4.target('sm_90')."
+                f"the emulated GPU is {target}, and {_what_there_is()}; trace the call under jax_fa4.target('sm_90')."
             )
         return self._why_not_launched(problem, target)
-
-    def describe(self, problem: AttentionProblem, target: Target) -> Details:
-        """What the kernels say; gradients by `blockwise` where they have no backward."""
-        details = super().describe(problem, target)
-        if kernels_of(target).backward is None:
-            details.append(("gradients", "by blockwise: these kernels have no backward in this version"))
-        return details
 
 
 fa4 = AttentionKernels()

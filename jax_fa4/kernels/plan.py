@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+OLD_NUMBER_OF_11_0 = (10, 1)
+
+
 class PlanError(ValueError):
     """A plan that no device could run, or that contradicts itself."""
 
@@ -30,7 +33,7 @@ class Architecture:
     """A compilation target and the limits of the devices it runs on.
 
     `capability` is the compute capability that it asks for; with `family`, later minor versions of it run the same code
-    (CUDA programming guide, family-specific targets).
+    (PTX ISA, architecture families), all but 10.1, the older number of 11.0, whose family is another.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Architecture:
 
     def accepts(self, capability: tuple[int, int]) -> bool:
         """Whether code of this architecture runs on a device of that compute capability."""
-        if capability[0] != self.capability[0]:
+        if capability[0] != self.capability[0] or capability == OLD_NUMBER_OF_11_0:
             return False
         return capability[1] >= self.capability[1] if self.family else capability[1] == self.capability[1]
 

@@ -17,7 +17,7 @@ from jax_fa4 import arguments, emulator
 from jax_fa4.ffi import hopper_forward
 from jax_fa4.ffi.forward_call import ForwardCall
 from jax_fa4.kernels import bundle
-from jax_fa4.kernels.attention import KERNELS, architecture_of, emulated
+from jax_fa4.kernels.attention import KERNELS, architecture_of, emulated, kernels_of
 from tests.kernels.forward_checks import check_close, compare, draw
 from tests.kernels.gradient_checks import check_gradients, gradients_in_float64
 
@@ -138,7 +138,6 @@ def test_target_or_option_names_the_emulated_gpu() -> None:
         emulator.set_options(arch="10.0")
     except FileNotFoundError:
         pytest.skip("the emulator is not built")
-    before = attend_or_refusal(tensors)
     emulator.set_options(arch="9.0")
     assert str(explain().target) == "cpu sm_90"
     assert explain().implementation == "emulated"
@@ -148,17 +147,10 @@ def test_target_or_option_names_the_emulated_gpu() -> None:
         assert str(explain().target) == "cuda sm_90"
         by_target = jax.jit(attend)(*tensors)
     np.testing.assert_array_equal(np.asarray(by_option[0]), np.asarray(by_target[0]))
-    if architecture_of(jax_fa4.Target("cpu", "sm_100")) is None:
-        assert "there are attention kernels for sm_90a" in before
-        assert "jax_fa4.target('sm_90')" in before
-
-
-def attend_or_refusal(tensors: Any) -> str:
-    try:
+    with jax_fa4.target("sm_80"), pytest.raises(NotImplementedError) as refusal:
         attend(*tensors)
-    except NotImplementedError as error:
-        return str(error)
-    return ""
+    assert "is cuda sm_80, and there are attention kernels for sm_90a, sm_100f and sm_103a;" in str(refusal.value)
+    assert "jax_fa4.target('sm_90')" in str(refusal.value)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -191,21 +183,46 @@ def test_refusals() -> None:
     query = query.astype(jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r"no bias"):
         attend(query, query, query, bias)
+    with pytest.raises(NotImplementedError, match=r"logits_soft_cap is 1e\+06; .* up to 10000.*blockwise"):
+        attend(query, query, query, logits_soft_cap=1e6)
+    with pytest.raises(NotImplementedError, match=r"positive scale"):
+        attend(query, query, query, scale=1e-60)  # 0 as float32
     assert (
         jax_fa4.explain(query, query, query, bias, implementation=("emulated", "blockwise")).implementation
         == "blockwise"
     )
 
 
-def test_the_automatic_choice_never_lacks_a_backward() -> None:
-    for name, kernels in KERNELS.items():
-        query = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
-        with jax_fa4.target(name):
-            chosen = jax_fa4.explain(query, query, query).implementation
-        assert chosen == ("blockwise" if kernels.backward is None else "fa4")
+@pytest.mark.parametrize(
+    ("device", "forward", "backward"),
+    [
+        ("sm_90", "sm_90a", "sm_90a"),
+        ("sm_100", "sm_100f", "sm_100f"),
+        ("sm_103", "sm_103a", "sm_100f"),
+        ("sm_107", "sm_100f", "sm_100f"),
+        *((name, None, None) for name in ("sm_80", "sm_101", "sm_110", "sm_120", "sm_121")),
+    ],
+)
+def test_each_device_gets_the_kernels_made_for_it(device: str, forward: str | None, backward: str | None) -> None:
+    """By `architecture_of`, by `kernels_of` and by explain alike."""
+    query = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
+    with jax_fa4.target(device) as target:
+        explained = jax_fa4.explain(query, query, query, is_causal=True)
+        found = architecture_of(target)
+        assert (found and found.name) == forward
+        assert explained.implementation == ("blockwise" if forward is None else "fa4")
+        if forward is None:
+            assert f"there are attention kernels for sm_90a, sm_100f and sm_103a, not for cuda {device};" in str(
+                explained.passed_over
+            )
+            return
+        labels = dict(explained.details)
+        assert labels["kernel"].endswith(f"-{forward}")
+        assert labels["backward kernel"].endswith(f"-{backward}")
+        assert kernels_of(target) is KERNELS[forward]
 
 
-@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("architecture", KERNELS)
 @pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"segment_ids": np.zeros((1, 200), np.int32)}], ids=str)
 def test_the_wheel_suffices_for_every_head_dimension(
@@ -214,9 +231,9 @@ def test_the_wheel_suffices_for_every_head_dimension(
     """Without the compiler."""
     monkeypatch.setattr(bundle, "compiler_version", lambda: None)
     monkeypatch.setattr(bundle, "cache_folder", lambda: Path("nowhere"))
-    kernels = KERNELS[{"sm_90": "sm_90a", "sm_100": "sm_100f"}[architecture]]
+    kernels = KERNELS[architecture]
     dims = [(head_dim, head_dim) for head_dim in range(8, 129, 8)]
-    dims += [(192, 128), (136, 64)] if architecture == "sm_100" else []
+    dims += [(192, 128), (136, 64)] if architecture != "sm_90a" else []
     for head_dim, value_dim in dims:
         tensors = draw(0, (1, 200, 4, head_dim), 200, 2, "bfloat16", value_dim=value_dim)
         problem = arguments.read_call(*tensors, deterministic=is_ordered, **options).problem

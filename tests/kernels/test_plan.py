@@ -93,7 +93,15 @@ def test_plans_hash_by_content() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "name"),
-    [((8, 0), None), ((9, 0), "sm_90a"), ((10, 0), "sm_100f"), ((10, 3), "sm_100f"), ((12, 0), None)],
+    [
+        ((8, 0), None),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100f"),
+        ((10, 1), None),
+        ((10, 3), "sm_100f"),
+        ((11, 0), None),
+        ((12, 0), None),
+    ],
 )
 def test_architecture_for(capability: tuple[int, int], name: str | None) -> None:
     assert architecture_for(capability) is (ARCHITECTURES[name] if name else None)

@@ -99,6 +99,7 @@ def test_failing_launch_names_kernel_device_and_error(stub: Stub) -> None:
         ("sm_90a", (10, 0), False),
         ("sm_100f", (10, 0), True),
         ("sm_100f", (10, 3), True),
+        ("sm_100f", (10, 1), False),
         ("sm_100f", (12, 0), False),
         ("sm_100f", (9, 0), False),
     ],
