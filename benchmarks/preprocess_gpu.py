@@ -21,7 +21,7 @@ import numpy as np
 from absl import app, flags
 
 from jax_fa4.ffi import launch
-from jax_fa4.ffi.preprocess import padded_length, preprocess, preprocess_formula
+from jax_fa4.ffi.preprocess import padded_length, preprocess, preprocess_formula, sections
 from jax_fa4.kernels import build, bundle
 from jax_fa4.kernels.plan import KernelPlan
 from jax_fa4.kernels.plans import preprocess_plan
@@ -91,7 +91,8 @@ def on_stream(plan: KernelPlan, binary: build.KernelBinary, operands: tuple[jax.
     width = int(plan.option("accumulator_width"))
     results = jax.jit(lambda *one: preprocess(*one, accumulator_width=width))(*operands)
     addresses = [[one.unsafe_buffer_pointer() for one in group] for group in (operands, results)]
-    integers = {"batch": BATCH, "heads": HEADS, "query_length": length, "padded_length": padded_length(length)}
+    integers = {"heads": HEADS, "query_length": length, "padded_length": padded_length(length)}
+    integers |= sections(plan.architecture, results[-1].shape)
     content_hash = launch.register(binary)
     values = [int(value) for value in launch.call_integers(plan, integers)]
     launch.native().load(launch.CUDA_DRIVER, content_hash, 0)

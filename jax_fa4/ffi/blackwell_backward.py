@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa4.cost import ARCHITECTURES
-from jax_fa4.ffi.forward_call import MAX_SECTIONS, REMEDY, band_edges, mask_kind, softmax_floats, why_no_kernel
-from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
+from jax_fa4.ffi.forward_call import REMEDY, band_edges, mask_kind, softmax_floats, why_no_kernel
+from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, even_section, launch
 from jax_fa4.ffi.mask_buffers import backward_mask_buffers, zero_unseen
 from jax_fa4.ffi.postprocess import postprocess
 from jax_fa4.ffi.preprocess import Preprocessed, padded_length, preprocess
@@ -117,9 +117,7 @@ def _grid(shared: AttentionProblem, tiles: Tiles) -> WorkGrid:
 def _section_heads(problem: AttentionProblem, tiles: Tiles) -> int:
     """Heads whose items run together: as many as fit in L2 with their queries, in even sections."""
     most = max(_grid(problem, tiles).groups_in_l2, 1)
-    heads = problem.batch * problem.kv_heads
-    section = max(one for one in range(1, min(most, heads) + 1) if heads % one == 0)
-    return section if heads // section <= MAX_SECTIONS else heads
+    return even_section(problem.batch * problem.kv_heads, most)
 
 
 def _band(problem: AttentionProblem) -> Band:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa4.cost import Architecture
-from jax_fa4.ffi.launch import CUDA_DRIVER
+from jax_fa4.ffi.launch import CUDA_DRIVER, even_section
 from jax_fa4.ffi.mask_buffers import hide_unseen, whole_ids, zero_unseen
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
@@ -28,7 +28,6 @@ UNBOUNDED = 1 << 30  # an edge that never binds: beyond any row, and its sum wit
 MAX_LENGTH = 1 << 29
 MAX_SOFT_CAP = 1e4  # tanh is made of an exponential, whose rounding, 6e-8, the cap multiplies
 MAX_PACKED_QUERIES = 64  # more fill a tile by themselves; packing copies the queries
-MAX_SECTIONS = 65535  # the grid's z
 SLACK_LOG2 = 8.0  # the lazy rescaling's threshold (arXiv 2603.05451); see kernels/parts/softmax_row.py
 LOG2_E = math.log2(math.e)
 REMEDY = "Pass implementation='blockwise'."
@@ -141,10 +140,8 @@ class ForwardCall:
         work. Where even sections would be more than a grid takes, there is one of all heads.
         """
         problem = self.seen
-        most = max(self.grid.groups_in_l2, 1)
-        groups = problem.batch * problem.kv_heads
-        section = max(one for one in range(1, min(most, groups) + 1) if groups % one == 0)
-        return (section if groups // section <= MAX_SECTIONS else groups) * problem.group_size
+        groups = even_section(problem.batch * problem.kv_heads, max(self.grid.groups_in_l2, 1))
+        return groups * problem.group_size
 
     def seen_by_band(self) -> tuple[int, int]:
         """The keys [first, last) that some query sees by causality and window alone."""

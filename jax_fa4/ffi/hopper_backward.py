@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.ffi import hopper_forward
 from jax_fa4.ffi.forward_call import band_edges, mask_kind, softmax_floats
-from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
+from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, even_section, launch
 from jax_fa4.ffi.mask_buffers import backward_mask_buffers, hide_unseen, zero_unseen
 from jax_fa4.ffi.postprocess import postprocess
 from jax_fa4.ffi.preprocess import Preprocessed, preprocess
@@ -99,8 +99,7 @@ def grid_of(problem: AttentionProblem) -> WorkGrid:
 def _section_heads(problem: AttentionProblem, query_tile: int) -> int:
     """Heads whose items run together: as many as fit in L2 with all that a head's items read and add to."""
     grid = backward_grid(problem, query_tile, KEY_TILE, ARCHITECTURES["sm_90"], whole_group=True)
-    heads = problem.batch * problem.kv_heads
-    return max(one for one in range(1, min(max(grid.groups_in_l2, 1), heads) + 1) if heads % one == 0)
+    return even_section(problem.batch * problem.kv_heads, max(grid.groups_in_l2, 1))
 
 
 def _integers(problem: AttentionProblem, shared: AttentionProblem, query_tile: int, rows: int) -> dict[str, int]:

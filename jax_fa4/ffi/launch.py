@@ -193,6 +193,15 @@ def call_integers(plan: KernelPlan, integers: Mapping[str, int]) -> np.ndarray:
     return np.array([*(integers[name] for name in plan.integers), *grid], np.int64)
 
 
+def even_section(heads: int, most: int) -> int:
+    """Heads of a section of a grid whose z counts sections: a divisor of all heads, so that no block is without work.
+
+    The largest up to `most`; all heads where there is none, or where there would be more sections than a grid takes.
+    """
+    section = max((one for one in range(1, min(most, heads) + 1) if heads % one == 0), default=heads)
+    return section if heads // max(section, 1) <= _GRID_LIMITS[2] else heads
+
+
 def _varying_as(
     operands: Sequence[jax.Array], results: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[jax.ShapeDtypeStruct, ...]:

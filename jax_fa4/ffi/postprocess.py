@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
-from jax_fa4.ffi.preprocess import padded_length
+from jax_fa4.ffi.preprocess import padded_length, sections
 from jax_fa4.kernels.plans import postprocess_plan
 
 
@@ -34,11 +34,12 @@ def postprocess(
             f"postprocess: accumulator is {accumulator.dtype}{accumulator.shape}; it takes float32 with "
             f"{padded_length(query_length)} rows for query_length {query_length}."
         )
+    integers = {"heads": heads, "query_length": query_length, "padded_length": rows}
     results = launch(
         postprocess_plan(architecture, dtype, head_dim, width, fragment_parts),
         {"accumulator": accumulator},
         {"grad_query": jax.ShapeDtypeStruct((batch, query_length, heads, head_dim), dtype)},
-        {"batch": batch, "heads": heads, "query_length": query_length, "padded_length": rows},
+        integers | sections(architecture, accumulator.shape),
         {"scale": scale},
         driver=driver,
     )

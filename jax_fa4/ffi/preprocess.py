@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, device_architecture, launch
-from jax_fa4.kernels.plan import ARCHITECTURES
+from jax_fa4.cost import ARCHITECTURES as GPUS
+from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, device_architecture, even_section, launch
+from jax_fa4.kernels.plan import ARCHITECTURES, DTYPES
 from jax_fa4.kernels.plans import preprocess_plan
 
 ROW_MULTIPLE = 128
@@ -33,6 +34,20 @@ class Preprocessed(NamedTuple):
 def padded_length(query_length: int) -> int:
     """Rows of the results of `preprocess`."""
     return -(-query_length // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def sections(architecture: str, accumulator_shape: tuple[int, int, int, int]) -> dict[str, int]:
+    """How pre- and postprocess walk the heads of all batch rows: the integers of their plans that say so.
+
+    A section is what the L2 cache holds of the sums with as much again of what is read or written with them, which are
+    the queries and output gradients in the backward: so its sections are about the same. Where L2 holds not one head,
+    rows of all heads go together.
+    """
+    batch, heads, rows, width = accumulator_shape
+    head_bytes = 2 * DTYPES["float32"] * rows * width
+    gpu = GPUS["sm_{}{}".format(*ARCHITECTURES[architecture].capability)]
+    section = even_section(batch * heads, gpu.section_l2_bytes // max(head_bytes, 1))
+    return {"section_heads": section, "sections": batch * heads // max(section, 1)}
 
 
 def preprocess(
@@ -67,16 +82,14 @@ def preprocess(
     def call(out: jax.Array, grad_out: jax.Array, lse: jax.Array, grad_lse: jax.Array) -> Preprocessed:
         batch, query_length, heads, _ = out.shape
         rows = padded_length(query_length)
+        accumulator = jax.ShapeDtypeStruct((batch, heads, rows, accumulator_width), jnp.float32)
+        integers = {"heads": heads, "query_length": query_length, "padded_length": rows}
         floats = jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32)
         results = launch(
             plan,
             {"out": out, "grad_out": grad_out, "lse": lse, "grad_lse": grad_lse},
-            {
-                "lse_log2": floats,
-                "delta": floats,
-                "accumulator": jax.ShapeDtypeStruct((batch, heads, rows, accumulator_width), jnp.float32),
-            },
-            {"batch": batch, "heads": heads, "query_length": query_length, "padded_length": rows},
+            {"lse_log2": floats, "delta": floats, "accumulator": accumulator},
+            integers | sections(plan.architecture, accumulator.shape),
             driver=driver,
         )
         return Preprocessed(**results)

@@ -36,6 +36,12 @@ POSTPROCESS_WARPS = 8
 POSTPROCESS_ROWS = 64  # of a block: at D = 128 each thread has 4 stores of 16 bytes, 8 loads in flight before them
 
 
+def _by_sections(row_tiles: Extent) -> tuple[Extent, Extent, Extent]:
+    """Sections of heads one after the other, in each its row tiles, for each all heads, which share sectors of 32 bytes:
+    the LSE is (batch, row, head)."""
+    return Extent((("section_heads", 1),)), row_tiles, Extent((("sections", 1),))
+
+
 def preprocess_plan(
     architecture: str, dtype: str, value_dim: int, accumulator_width: int, rows_per_thread: int | None = None
 ) -> KernelPlan:
@@ -76,7 +82,7 @@ def preprocess_plan(
         ),
         operands=("out", "grad_out", "lse", "grad_lse"),
         results=("lse_log2", "delta", "accumulator"),
-        integers=("batch", "heads", "query_length", "padded_length"),
+        integers=("section_heads", "sections", "heads", "query_length", "padded_length"),
         parameters=(
             Parameter("operand", "out"),
             Parameter("operand", "grad_out"),
@@ -89,8 +95,7 @@ def preprocess_plan(
             Parameter("int32", "query_length"),
             Parameter("int32", "padded_length"),
         ),
-        # Heads next to each other first: the LSE is (batch, row, head), so neighbours share its sectors.
-        grid=(Extent((("heads", 1), ("batch", 1))), Extent((("padded_length", rows),)), Extent()),
+        grid=_by_sections(Extent((("padded_length", rows),))),
         roles=(Role("rows", PREPROCESS_WARPS),),
     )
 
@@ -126,7 +131,7 @@ def postprocess_plan(
         ),
         operands=("accumulator",),
         results=("grad_query",),
-        integers=("batch", "heads", "query_length", "padded_length"),
+        integers=("section_heads", "sections", "heads", "query_length", "padded_length"),
         floats=("scale",),
         parameters=(
             Parameter("operand", "accumulator"),
@@ -136,7 +141,7 @@ def postprocess_plan(
             Parameter("int32", "padded_length"),
             Parameter("float32", "scale"),
         ),
-        grid=(Extent((("heads", 1), ("batch", 1))), Extent((("query_length", POSTPROCESS_ROWS),)), Extent()),
+        grid=_by_sections(Extent((("query_length", POSTPROCESS_ROWS),))),
         roles=(Role("rows", POSTPROCESS_WARPS),),
     )
 

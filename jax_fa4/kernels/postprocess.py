@@ -11,7 +11,9 @@ bytes for 16-bit results, one for float32) into one store of 16 bytes:
     accumulator (batch, head, padded row, accumulator_width)   read whole rows that lie together
     grad_query  (batch, row, head, head_dim)                   head_dim may be less than the accumulator's width
 
-Bytes moved per row, bf16, D = 128: 512 read, 256 written; nothing is computed that could take longer than that.
+Bytes moved per row, bf16, D = 128: 512 read, 256 written; nothing is computed that could take longer than that. Blocks
+go from the last head to the first, since the backward kernels go from first to last: what they added to last is read
+first, while it is in the L2 cache.
 
 Hopper's kernel leaves its sums in the order of registers, so that it adds runs of bytes: blocks of 64 rows, cut into
 `fragment_parts` parts by columns, each the accumulator of one warpgroup (PTX ISA, wgmma, register fragments of D), four
@@ -33,7 +35,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_ptr
 
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
-from jax_fa4.kernels.preprocess import ELEMENTS, vector_at
+from jax_fa4.kernels.preprocess import ELEMENTS, place_from_last, vector_at
 
 VECTOR_FLOATS = 4
 COLUMNS = 8  # neighbours that four lanes hold
@@ -118,9 +120,7 @@ class Postprocess:
     ) -> None:
         """The text of the module says who does what."""
         thread, _, _ = cute.arch.thread_idx()
-        pair, row_tile, _ = cute.arch.block_idx()
-        batch = pair // heads
-        head = pair % heads
+        pair, batch, head, row_tile = place_from_last(heads)
         if cutlass.const_expr(self.fragment_parts > 0):
             first_row = row_tile * FRAGMENT_ROWS
             rows_before = Int64(pair) * padded_length + first_row, Int64(batch) * query_length

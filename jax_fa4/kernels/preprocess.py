@@ -18,6 +18,9 @@ bf16):
     accumulator (batch, head, padded row, column)
       rows * width floats that lie together: 256 threads write 16 bytes each, again and again
 
+Blocks go from the last row of the last head to the first row of the first (`place_from_last`), since the backward
+kernels go from first to last: what they add to first was zeroed last, and is still in the L2 cache.
+
 Rows beyond the query length load the last real row instead, and drop it: no branch stands between the loads. Bytes
 moved per row, bf16, D = 128: 512 read, 8 read, 8 written, 512 zeroed; nothing is computed that could take longer than
 that.
@@ -44,6 +47,19 @@ VECTOR_FLOATS = 4
 def vector_at(pointer: cute.Pointer, offset: Int64, elements: cutlass.Constexpr) -> cute.Tensor:
     """16 bytes at an offset that is a multiple of them."""
     return cute.make_tensor((pointer + offset).align(16), cute.make_layout(elements))
+
+
+@cute.jit
+def place_from_last(heads: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """(pair, batch row, head, row tile) of this block, where pairs are heads of all batch rows, numbered as sums lie.
+
+    Blocks start in the order of x, then y, then z. z is a section of neighbouring pairs, y a row tile, both from the
+    last to the first; x is a pair of the section.
+    """
+    place, tile, section = cute.arch.block_idx()
+    pairs, tiles, sections = cute.arch.grid_dim()
+    pair = (sections - 1 - section) * pairs + place
+    return pair, pair // heads, pair % heads, tiles - 1 - tile
 
 
 class Preprocess:
@@ -108,9 +124,7 @@ class Preprocess:
     ) -> None:
         """The text of the module says who does what."""
         thread, _, _ = cute.arch.thread_idx()
-        pair, row_tile, _ = cute.arch.block_idx()
-        batch = pair // heads
-        head = pair % heads
+        pair, batch, head, row_tile = place_from_last(heads)
         lane = thread % self.lanes
         first_row = row_tile * self.rows
         results = []

@@ -10,9 +10,9 @@ import pytest
 from jax_fa4 import emulator
 from jax_fa4.ffi import launch
 from jax_fa4.ffi.postprocess import postprocess, postprocess_formula
-from jax_fa4.ffi.preprocess import preprocess, preprocess_formula
+from jax_fa4.ffi.preprocess import preprocess, preprocess_formula, sections
 from jax_fa4.kernels.plan import PlanError
-from jax_fa4.kernels.plans import postprocess_plan
+from jax_fa4.kernels.plans import postprocess_plan, preprocess_plan
 
 CAPABILITIES = {"sm_90a": "9.0", "sm_100f": "10.0"}
 
@@ -45,6 +45,55 @@ def test_preprocess_equals_its_formula(architecture: str) -> None:
     got = preprocess(out, grad_out, lse, grad_lse, accumulator_width=128, architecture=architecture, driver="emulator")
     for one, other in zip(got, preprocess_formula(out, grad_out, lse, grad_lse, accumulator_width=128), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", ["preprocess", "postprocess"])
+def test_first_block_takes_the_last_rows(architecture: str, kernel: str) -> None:
+    """Told from outside by the block that misses the last row of sums that lack it."""
+    batch, heads, length, width = 3, 2, 256, 64
+    integers = {"section_heads": 2, "sections": 3, "heads": heads, "query_length": length, "padded_length": length}
+    short = jnp.zeros((batch * heads * length - 1, width))
+    rows = jnp.zeros((batch, length, heads, width), jnp.bfloat16)
+    floats = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    with pytest.raises(Exception, match=r"belongs to no allocation; .*; CTA \(1, 0, 0\)"):
+        if kernel == "preprocess":
+            lse = jnp.zeros(rows.shape[:3])
+            launch.launch(
+                preprocess_plan(architecture, "bfloat16", width, width),
+                {"out": rows, "grad_out": rows, "lse": lse, "grad_lse": lse},
+                {"lse_log2": floats, "delta": floats, "accumulator": jax.ShapeDtypeStruct(short.shape, jnp.float32)},
+                integers,
+                driver="emulator",
+            )
+        else:
+            launch.launch(
+                postprocess_plan(architecture, "bfloat16", width, width),
+                {"accumulator": short},
+                {"grad_query": jax.ShapeDtypeStruct(rows.shape, rows.dtype)},
+                integers,
+                {"scale": 1.0},
+                driver="emulator",
+            )
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((4, 16, 2048, 128), 16),  # of 2 MiB each with what comes with them, in 50: the next divisor of 64 is 32
+        ((1, 16, 32768, 128), 1),
+        ((1, 16, 65536, 128), 16),  # not one fits
+        ((3, 5, 8192, 128), 5),
+        ((1, 65537, 32768, 128), 65537),  # a prime: more than the grid takes
+        ((1 << 20, 1, 128, 64), 512),
+        ((2, 3, 128, 0), 6),
+        ((0, 3, 128, 64), 0),
+    ],
+)
+def test_sections_hold_what_the_cache_does(shape: tuple[int, int, int, int], expected: int) -> None:
+    found = sections("sm_90a", shape)
+    assert found["section_heads"] == expected
+    assert found["section_heads"] * found["sections"] == shape[0] * shape[1]
+    assert found == sections("sm_100f", shape)
 
 
 @pytest.mark.parametrize(
