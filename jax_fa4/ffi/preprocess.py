@@ -36,7 +36,7 @@ def padded_length(query_length: int) -> int:
     return -(-query_length // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def sections(architecture: str, accumulator_shape: tuple[int, int, int, int]) -> dict[str, int]:
+def sections(architecture: str, accumulator_shape: tuple[int, ...]) -> dict[str, int]:
     """How pre- and postprocess walk the heads of all batch rows: the integers of their plans that say so.
 
     A section is what the L2 cache holds of the sums with as much again of what is read or written with them, which are
