@@ -107,6 +107,7 @@ def _integers(problem: AttentionProblem, shared: AttentionProblem, query_tile: i
     left, right = band_edges(problem.mask)
     heads = shared.batch * shared.kv_heads
     section_heads = _section_heads(shared, query_tile)
+    items = -(-problem.key_length // KEY_TILE) * heads
     integers = {
         "batch": problem.batch,
         "query_length": problem.query_length,
@@ -122,7 +123,8 @@ def _integers(problem: AttentionProblem, shared: AttentionProblem, query_tile: i
         "sections": heads // section_heads,
         "interval_stride": 0,
         "rank_stride": 0,
-        "items": -(-problem.key_length // KEY_TILE) * heads,
+        "items": items,
+        "workers": min(items, ARCHITECTURES["sm_90"].sms),
         "query_tiles": rows // query_tile,
         "head_dim": problem.head_dim,
         "value_dim": problem.value_dim,
@@ -189,6 +191,10 @@ def _launch(
         flags = jnp.zeros((problem.batch, problem.query_heads, rows // tiles.query_tile), jnp.int32)
         buffers["zero_flags"], results["flags"] = flags, _like(flags)
         aliases["zero_flags"] = "flags"
+    if tiles.persistent:
+        buffers["zero_counter"] = jnp.zeros(1, jnp.int32)
+        results["counter"] = _like(buffers["zero_counter"])
+        aliases["zero_counter"] = "counter"
     if mask in ("intervals", "ids"):
         buffers |= _of_mask(problem, shared, operands, tiles.query_tile)
         buffers |= _hidden(problem, operands, grad_out, tiles.query_tile, driver)

@@ -14,7 +14,7 @@ shares the keys, and keeps the gradients of its keys and values in registers.
                      scores' gradients   2 x (query_tile, 128), dS of both warpgroups, read by both
                      staged sums         a step's query gradients, float32, in the order of registers
                      lse, delta          stages x query_tile float32, landing with queries and grads
-                     barriers            keys landed, values landed; landed and free of each stage
+                     barriers            landed and free of keys, of values, and of each stage
 
     registers of a computing thread, for a quarter of two keys (r, r + 8); M = query_tile, D = head_dim
                      scores              M / 2 float32     S^T = K Q^T, then P^T
@@ -33,13 +33,19 @@ At most four instructions of a warp wait for the tensor core, and the next one s
 computed, since dS would otherwise wait for it. At head_dim 64, whose 128 queries a step leave no registers for scores
 that are ahead, a step starts with its scores, and dK takes dS from registers.
 
+A block has one item, or, if it is persistent, one after the other (`backward_queue.py`). Between two items keys, values
+and the first queries are loaded while the gradients of the last keys leave; these are then staged over dS and the
+staged sums instead of over keys and values:
+
+    load      ... last queries | next queries | keys free: next keys, values | ...
+    compute   ... last dK | keys free | gradients staged and on their way | next S 0 | staging free | ...
+
 What a step computes is FlashAttention-2's algorithm 2 (arXiv 2307.08691); transposed scores, whose rounded values are
 A operands without leaving their registers, are FlashAttention-3's (arXiv 2407.08608).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -52,21 +58,22 @@ from cutlass.cute.runtime import make_ptr
 from jax_fa4.kernels.hopper.backward_compute import Compute
 from jax_fa4.kernels.hopper.backward_item import (
     ADDED_BARRIER,
+    DRAINED_BARRIER,
     GROUPS,
     KEY_TILE,
     STAGED_BARRIER,
-    BandRanks,
+    Call,
     Context,
+    Job,
+    Memory,
     Shape,
-    TableRanks,
     Walk,
 )
+from jax_fa4.kernels.hopper.backward_queue import Progress, Queue, walk
 from jax_fa4.kernels.hopper.forward import GROUP_ROWS, WARPS_PER_GROUP, _tiles_of
 from jax_fa4.kernels.parts import bulk
-from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
 from jax_fa4.kernels.parts.memory import read
-from jax_fa4.kernels.parts.tile_mask import SegmentIds
 from jax_fa4.kernels.plan import KernelPlan
 
 
@@ -91,63 +98,55 @@ class Load:
 
     @cute.jit
     def run(self, kv_head: Int32) -> None:
-        """Keys and values, each before what step 0 needs with them, then every other step."""
+        """Keys and values, each with what step 0 needs with them, then every other step.
+
+        Step 0's queries and output gradients come first: their stages are free before the last item's keys are.
+        """
         context = self.context
         if context.walk.steps > 0:
-            self.load_keys(self.key_maps, context.key, context.key_landed, kv_head)
             self.load_queries(Int32(0))
-            self.load_keys(self.value_maps, context.value, context.value_landed, kv_head)
+            self.load_keys(self.key_maps, context.memory.key, context.memory.keys, kv_head)
             self.load_grads(Int32(0))
+            self.load_keys(self.value_maps, context.memory.value, context.memory.values, kv_head)
             for step in cutlass.range(1, context.walk.steps, 1, unroll=1):
                 self.load_queries(Int32(step))
                 self.load_grads(Int32(step))
 
-    def load_keys(self, maps: tuple[Any, Any], buffer: cute.Tensor, landed: cute.Pointer, kv_head: Int32) -> None:
+    def load_keys(self, maps: tuple[Any, Any], buffer: cute.Tensor, ring: Ring, kv_head: Int32) -> None:
         """The item's keys or values."""
         context = self.context
         key_tile = context.walk.item.query_tile
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(landed, KEY_TILE * context.shape.row_bytes)
+        landed = ring.acquire(context.progress.rounds)
         stages, tiles = _tiles_of(maps[0], buffer, KEY_TILE, kv_head, context.batch)
         flag = self.flag_of(self.hidden_keys, key_tile)
         self.copy(maps, tiles[None, key_tile], stages[None, 0], landed, flag)
 
     def load_queries(self, step: Int32) -> None:
         """Queries and their LSE of one step."""
-        context = self.context
-        self.load_step(
-            self.query_maps, self.hidden_queries, context.query, context.queries, self.lse_rows, context.lse, step
-        )
+        memory = self.context.memory
+        buffers = memory.query, memory.queries, memory.lse
+        self.load_step(self.query_maps, self.lse_rows, buffers, step)
 
     def load_grads(self, step: Int32) -> None:
         """Output gradients and their delta of one step."""
-        context = self.context
-        self.load_step(
-            self.grad_out_maps,
-            self.hidden_queries,
-            context.grad_out,
-            context.grads,
-            self.delta_rows,
-            context.delta,
-            step,
-        )
+        memory = self.context.memory
+        buffers = memory.grad_out, memory.grads, memory.delta
+        self.load_step(self.grad_out_maps, self.delta_rows, buffers, step)
 
     def load_step(
         self,
         maps: tuple[Any, Any],
-        hidden: Any,
-        buffer: cute.Tensor,
-        ring: Ring,
         row_values: cute.Pointer,
-        row_buffer: cute.Pointer,
+        buffers: tuple[cute.Tensor, Ring, cute.Pointer],
         step: Int32,
     ) -> None:
         """Queries with their LSE, or output gradients with their delta, of one step."""
         context, rows = self.context, self.context.shape.query_tile
+        buffer, ring, row_buffer = buffers
         walked, tile = context.walk.place(Int32(step))
         head = context.first_head + walked
-        flag = self.flag_of(hidden, tile)
-        landed, stage = ring.acquire(step), ring.stage(step)
+        flag, use = self.flag_of(self.hidden_queries, tile), context.use(step)
+        landed, stage = ring.acquire(use), ring.stage(use)
         stages, tiles = _tiles_of(maps[0], buffer, rows, head, context.batch)
         self.copy(maps, tiles[None, tile], stages[None, stage], landed, flag)
         source = row_values + context.tile_number(head, tile) * rows
@@ -201,6 +200,8 @@ class Add:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 if step + 1 < steps:
                     self.free(group)
+                elif cutlass.const_expr(shape.is_persistent):
+                    self.drain(group)
             if cutlass.const_expr(shape.is_ordered):
                 cute.arch.cp_async_bulk_wait_group(0)
                 cute.arch.fence_proxy("async.global")
@@ -211,6 +212,10 @@ class Add:
         """That warpgroup's staging may be overwritten."""
         cute.arch.barrier_arrive(barrier_id=ADDED_BARRIER + group, number_of_threads=GROUP_THREADS + 32)
 
+    def drain(self, group: int) -> None:
+        """That warpgroup's staging may be overwritten by gradients of keys and values."""
+        cute.arch.barrier_arrive(barrier_id=DRAINED_BARRIER + group, number_of_threads=GROUP_THREADS + 32)
+
     def add(self, group: int, number: Int64) -> None:
         """One warpgroup's part; columns beyond the head dimension, which the last part may have, stay behind."""
         shape = self.context.shape
@@ -220,7 +225,7 @@ class Add:
             used = GROUP_ROWS * min(shape.sum_width, shape.head_dim - group * shape.sum_width)
         to = self.sums + (number * GROUPS + group) * floats
         with cute.arch.elect_one():
-            bulk.add_run(to, self.context.staged + group * floats, Int32(used * 4))
+            bulk.add_run(to, self.context.memory.staged + group * floats, Int32(used * 4))
             cute.arch.cp_async_bulk_commit_group()
 
 
@@ -247,6 +252,7 @@ class HopperBackward:
         delta: cute.Pointer,
         sums: cute.Pointer,
         flags: Any,
+        counter: Any,
         items: Any,
         lo: Any,
         hi: Any,
@@ -269,111 +275,80 @@ class HopperBackward:
         query_tiles: Int32,
         head_dim: Int32,
         value_dim: Int32,
+        item_count: Int32,
         scale: Float32,
         scale_log2: Float32,
         cap_log2: Float32,
     ) -> None:
-        """Find the item, set up shared memory and events, take the role."""
+        """Set up shared memory and events, take the role, do its work for each item."""
         shape = self.shape
         thread, _, _ = cute.arch.thread_idx()
-        block, place, section = cute.arch.block_idx()
         this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tables = items, lo, hi, hidden_queries, hidden_keys, key_ids, query_ids, ranks
+        band, strides = (offset, left, right, section_heads), (interval_stride, rank_stride, query_tiles)
+        call = Call(shape, *tables, queries, keys, item_heads, *band, *strides)
+        memory = Memory.allocate(shape)
+        queue = Queue(counter, item_count, memory.numbers, memory.number_barriers, 1 + GROUPS * WARPS_PER_GROUP)
         if this_warp == 0:
             for tensor_map in (query_map, key_map, value_map, grad_out_map):
                 cpasync.prefetch_descriptor(tensor_map)
-        visible: Any
-        order: Any = None
-        if cutlass.const_expr(shape.intervals):
-            item = WorkItem.read(items, block)
-            first_row = Int64(item.batch) * interval_stride
-            visible = RowIntervals(keys, lo + first_row, hi + first_row)
-            hidden_queries += item.batch * cute.ceil_div(queries, shape.query_tile)
-            hidden_keys += item.batch * cute.ceil_div(keys, KEY_TILE)
-            if cutlass.const_expr(shape.is_ordered):
-                row = Int64(item.batch) * rank_stride + item.query_tile
-                order = TableRanks(ranks + row * query_tiles)
-        else:
-            visible = Band(keys, queries, Int32(0) - offset, right, left)
-            # Blocks start in the order of x, then y, then z: sections of heads one after the other, each with its
-            # first keys first, which under a causal mask are the longest items; in ordered sums its last keys first.
-            key_tile = place
-            if cutlass.const_expr(shape.is_ordered):
-                key_tile = cute.ceil_div(keys, KEY_TILE) - 1 - place
-                order = BandRanks(Band(queries, keys, offset, left, right), shape.query_tile, key_tile)
-            head_of_all = section * section_heads + block
-            item = self.item_of(visible, head_of_all // item_heads, head_of_all % item_heads, key_tile)
-        ids = None
-        if cutlass.const_expr(shape.has_ids):
-            first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
-            ids = SegmentIds(key_ids + first_key, query_ids + first_query, keys, queries)
-        walked = heads // item_heads
-        context = self.allocate(Walk(item, walked), item.head * walked, heads, query_tiles)
-        if this_warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(context.key_landed, 1)
-                cute.arch.mbarrier_init(context.value_landed, 1)
-                context.queries.init(GROUPS * WARPS_PER_GROUP)
-                context.grads.init(GROUPS * WARPS_PER_GROUP)
+                memory.init()
+                if cutlass.const_expr(shape.is_persistent):
+                    queue.init()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        kv_head = item.head // splits
-        if this_warp < WARPS_PER_GROUP:
-            cute.arch.setmaxregister_decrease(shape.load_registers)
+
+        def context_of(job: Job, progress: Progress) -> Context:
+            walked = heads // item_heads
+            of_call = job.item.head * walked, heads, query_tiles
+            return Context(shape, memory, Walk(job.item, walked), progress, *of_call)
+
+        def load(number: Any, progress: Progress) -> Int32:
+            job = call.job(number)
+            context = context_of(job, progress)
             queries_and_keys = (query_map, hidden_query_map), (key_map, hidden_key_map)
             maps = *queries_and_keys, (value_map, hidden_value_map), (grad_out_map, hidden_grad_out_map)
-            rows, hidden = (lse, delta), (hidden_queries, hidden_keys)
-            if this_warp == 0:
-                Load(context, maps, rows, hidden).run(kv_head)
-            if this_warp == 1:
-                Add(context, sums, flags, order).run()
-        else:
-            cute.arch.setmaxregister_increase(shape.compute_registers)
+            Load(context, maps, (lse, delta), job.hidden).run(job.item.head // splits)
+            return context.walk.steps
+
+        def add(number: Any, progress: Progress) -> Int32:
+            job = call.job(number)
+            context = context_of(job, progress)
+            Add(context, sums, flags, job.order).run()
+            return context.walk.steps
+
+        def compute(number: Any, progress: Progress) -> Int32:
+            job = call.job(number)
+            context = context_of(job, progress)
             group = this_warp // WARPS_PER_GROUP - 1
             scales = scale, scale_log2, cap_log2
-            compute = Compute(context, group, thread % GROUP_THREADS, visible, ids, scales)
-            compute.run()
+            role = Compute(context, group, thread % GROUP_THREADS, job.visible, job.ids, scales)
+            role.run()
             if cutlass.const_expr(shape.is_split):
-                compute.store_parts((grad_key, grad_value), item_heads, (head_dim, value_dim))
+                role.store_parts((grad_key, grad_value), item_heads, (head_dim, value_dim))
             else:
-                compute.store((grad_key, grad_value), kv_head)
+                role.store((grad_key, grad_value), job.item.head // splits)
+            return context.walk.steps
 
-    def item_of(self, visible: Band, batch: Int32, head: Int32, key_tile: Int32) -> WorkItem:
-        """The item of a key tile; rows of the band are keys.
+        if this_warp < WARPS_PER_GROUP:
+            cute.arch.setmaxregister_decrease(shape.load_registers)
+            if this_warp == 0:
+                self.each_item(queue, True, load)
+            if this_warp == 1:
+                self.each_item(queue, False, add)
+        else:
+            cute.arch.setmaxregister_increase(shape.compute_registers)
+            self.each_item(queue, False, compute)
+            if cutlass.const_expr(shape.is_persistent):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-        Queries beyond the last need no mask, since their probabilities are 0; keys beyond the last do. An item that no
-        query sees has no steps.
-        """
-        rows = self.shape.query_tile
-        item = visible.work_item(batch, head, key_tile, KEY_TILE, rows)
-        first = key_tile * KEY_TILE
-        end = cutlass.select_(visible.lo(first) >= visible.keys, item.begin, item.end)
-        sees_last = visible.hi(first) >= visible.keys
-        full_end = cutlass.select_(sees_last, end, cutlass.min(item.full_end, end))
-        full_begin = cutlass.min(item.full_begin, full_end)
-        has_full = (first + KEY_TILE <= visible.queries) & (full_begin < full_end)
-        full_begin, full_end = (cutlass.select_(has_full, one, end) for one in (full_begin, full_end))
-        return dataclasses.replace(item, full_begin=full_begin, full_end=full_end, end=end)
-
-    def allocate(self, walk: Walk, first_head: Int32, heads: Int32, query_tiles: Int32) -> Context:
-        """Lay out shared memory in the plan's order."""
-        shape = self.shape
-        memory = cutlass.memory.SmemAllocator()
-
-        def tiles(layout: cute.ComposedLayout) -> cute.Tensor:
-            return memory.allocate_tensor(shape.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
-        key, value = (tiles(shape.tile_layout(KEY_TILE, 1)) for _ in range(2))
-        counts = shape.query_stages, shape.grad_stages
-        query, grad_out = (tiles(shape.tile_layout(shape.query_tile, count)) for count in counts)
-        grad_scores = tiles(shape.grad_score_layout())
-        staged = memory.allocate_array(Float32, GROUPS * shape.sum_floats)
-        lse, delta = (memory.allocate_array(Float32, count * shape.query_tile) for count in counts)
-        barriers = memory.allocate_array(Int64, 2 + 2 * sum(counts))
-        stage_bytes = shape.query_tile * (shape.row_bytes + 4)
-        queries = Ring(barriers + 2, shape.query_stages, stage_bytes)
-        grads = Ring(barriers + 2 + 2 * shape.query_stages, shape.grad_stages, stage_bytes)
-        buffers = key, value, query, grad_out, grad_scores, staged, lse, delta
-        return Context(shape, walk, first_head, heads, query_tiles, *buffers, barriers, barriers + 1, queries, grads)
+    def each_item(self, queue: Queue, leads: bool, work: Any) -> None:
+        """A role's work for this block's item, or for one after the other."""
+        if self.shape.is_persistent:
+            walk(queue, leads, work)
+        else:
+            work(None, Progress(Int32(0), Int32(0)))
 
     def tensor_map(self, operation: Any, pointer: cute.Pointer, rows: int) -> cute.CopyAtom:
         """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""
@@ -423,8 +398,9 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     rows, floats, integers = pointer(shape.dtype, 16), pointer(Float32, 16), pointer(Int32, 4)
     gradients = (floats if shape.is_split else rows,) * 2
     flags = integers if shape.is_ordered else None
+    counter = integers if shape.is_persistent else None
     table = (integers,) * 5 if shape.intervals else (None,) * 5
     ids = (integers,) * 2 if shape.has_ids else (None,) * 2
     ranks = integers if shape.is_ordered and shape.intervals else None
-    pointers = (floats, floats, floats, flags, *table, *ids, ranks)
-    return backward.host, ((rows,) * 4 + gradients, pointers, (Int32(1),) * 14, (Float32(1.0),) * 3)
+    pointers = (floats, floats, floats, flags, counter, *table, *ids, ranks)
+    return backward.host, ((rows,) * 4 + gradients, pointers, (Int32(1),) * 15, (Float32(1.0),) * 3)

@@ -14,6 +14,7 @@ from jax_fa4.kernels.hopper.backward_item import (
     ADDED_BARRIER,
     BLOCK_BYTES,
     CLOSING_BARRIER,
+    DRAINED_BARRIER,
     GROUPS,
     KEY_TILE,
     MEETING_BARRIER,
@@ -70,9 +71,10 @@ class Compute:
             by_group = cute.local_tile(tile[None, None, 0], (GROUP_ROWS, shape.head_dim), (None, 0))
             return product.make_fragment_A(mine.partition_A(by_group))
 
-        self.key, self.value = halves(context.key), halves(context.value)
+        self.key, self.value = halves(context.memory.key), halves(context.memory.value)
         self.query, self.grad_out = (
-            product.make_fragment_B(mine.partition_B(buffer)) for buffer in (context.query, context.grad_out)
+            product.make_fragment_B(mine.partition_B(buffer))
+            for buffer in (context.memory.query, context.memory.grad_out)
         )
         tile = product.partition_shape_C((GROUP_ROWS, shape.query_tile))
         self.scores, self.grad_probs = (cute.make_rmem_tensor(tile, Float32) for _ in range(2))
@@ -86,12 +88,12 @@ class Compute:
             turned = cute.make_tensor(buffer.iterator, cute.select(buffer.layout, mode=[1, 0, 2]))
             return by_key.make_fragment_B(of_key.partition_B(turned))
 
-        self.query_columns, self.grad_out_columns = columns(context.query), columns(context.grad_out)
+        self.query_columns, self.grad_out_columns = columns(context.memory.query), columns(context.memory.grad_out)
         block = by_key.partition_shape_A((GROUP_ROWS, GROUP_ROWS))
         self.probs, self.grad_scores = (
             [cute.make_rmem_tensor(block, shape.dtype) for _ in range(shape.row_blocks)] for _ in range(2)
         )
-        blocks = context.grad_scores
+        blocks = context.memory.grad_scores
         turned = cute.make_tensor(blocks.iterator, cute.select(blocks.layout, mode=[1, 0, 2]))
         turned = cute.local_tile(turned, (GROUP_ROWS, GROUP_ROWS), (None, 0, None))
         by_turned = shape.turned_product()
@@ -101,10 +103,10 @@ class Compute:
         # Keys by columns. Where head_dim is less than sum_columns the last columns lie in the values' buffer, which is
         # written once and before; what they give is dropped.
         layout = shape.tile_layout(KEY_TILE, 1, shape.sum_columns)
-        wide = cute.make_tensor(context.key.iterator, cute.select(layout.outer, mode=[1, 0]))
+        wide = cute.make_tensor(context.memory.key.iterator, cute.select(layout.outer, mode=[1, 0]))
         parts = cute.local_tile(wide, (shape.sum_width, KEY_TILE), (None, 0))
         self.key_columns = by_query.make_fragment_B(of_query.partition_B(parts))
-        self.all_grad_scores = by_query.make_fragment_A(of_query.partition_A(context.grad_scores))
+        self.all_grad_scores = by_query.make_fragment_A(of_query.partition_A(context.memory.grad_scores))
         self.grad_query = cute.make_rmem_tensor(by_query.partition_shape_C((GROUP_ROWS, shape.sum_width)), Float32)
 
     def _store_place(self) -> cute.Pointer:
@@ -113,7 +115,7 @@ class Compute:
         matrix, row = self.lane // 8, self.lane % 8
         chunk = (self.warp * 2 + matrix % 2) ^ row
         offset = self.group * BLOCK_BYTES + ((matrix // 2) * 8 + row) * PIECE_BYTES + chunk * 16
-        base = cute.recast_ptr(self.context.grad_scores.iterator, dtype=cutlass.Uint8)
+        base = cute.recast_ptr(self.context.memory.grad_scores.iterator, dtype=cutlass.Uint8)
         return base + offset
 
     @cute.jit
@@ -125,6 +127,9 @@ class Compute:
         self.grad_value.fill(0.0)
         if steps > 0:
             self.first()
+        if cutlass.const_expr(self.shape.is_persistent):
+            self.reclaim()
+        if steps > 0:
             last = steps - 1
             masked = cutlass.min(masked, last)
             for step in cutlass.range(0, masked, 1, unroll=1):
@@ -133,28 +138,50 @@ class Compute:
                 self.step(step, is_masked=False, is_last=False)
             self.step(last, is_masked=True, is_last=True)
             warpgroup.wait_group(0)
+            self.hand_over(last)
+
+    @cute.jit
+    def reclaim(self) -> None:
+        """The gradients of the item before have left their staging, which dS and staged sums are to overwrite."""
+        if self.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.meet()
+
+    def hand_over(self, last: Int32) -> None:
+        """Keys, values and the last queries are read: the next item's may be copied over them. The last sums have left
+        their staging."""
+        memory = self.context.memory
+        if self.shape.is_ahead:
+            self.release(memory.queries, last)
+        for ring in (memory.keys, memory.values):
+            with cute.arch.elect_one():
+                ring.release(self.context.progress.rounds)
+        if self.shape.is_persistent:
+            cute.arch.barrier(barrier_id=DRAINED_BARRIER + self.group, number_of_threads=GROUP_THREADS + 32)
 
     def first(self) -> None:
         """Keys and values are there; where scores are ahead, so are those of step 0."""
-        queries = self.context.queries
-        cute.arch.mbarrier_wait(self.context.key_landed, 0)
+        memory, rounds = self.context.memory, self.context.progress.rounds
+        memory.keys.wait_landed(rounds)
         if self.shape.is_ahead:
-            self.issue_scores(queries, Int32(0))
-        cute.arch.mbarrier_wait(self.context.value_landed, 0)
+            self.issue_scores(memory.queries, Int32(0))
+        memory.values.wait_landed(rounds)
         if self.shape.is_ahead:
             warpgroup.wait_group(0)
 
     def issue_scores(self, queries: Ring, step: Int32) -> None:
         """Wait for the queries and issue their scores."""
-        queries.wait_landed(step)
+        use = self.context.use(step)
+        queries.wait_landed(use)
         warpgroup.fence()
-        self._multiply_tiles(self.scores, self.key, self.query, queries.stage(step))
+        self._multiply_tiles(self.scores, self.key, self.query, queries.stage(use))
 
     def issue_grad_probs(self, grads: Ring, step: Int32) -> None:
         """Wait for the output gradients and issue dP."""
-        grads.wait_landed(step)
+        use = self.context.use(step)
+        grads.wait_landed(use)
         warpgroup.fence()
-        self._multiply_tiles(self.grad_probs, self.value, self.grad_out, grads.stage(step))
+        self._multiply_tiles(self.grad_probs, self.value, self.grad_out, grads.stage(use))
 
     def step(self, step: Any, is_masked: bool, is_last: bool) -> None:
         """Every product of a step; what is under way when it starts depends on whether scores are ahead."""
@@ -165,12 +192,12 @@ class Compute:
 
     def step_ahead(self, step: Any, is_masked: bool, is_last: bool) -> None:
         """When it starts, its scores are there and dK of the step before is under way."""
-        queries, grads = self.context.queries, self.context.grads
+        queries, grads = self.context.memory.queries, self.context.memory.grads
         self.issue_grad_probs(grads, Int32(step))
         self.finish_scores(step, is_masked)
         warpgroup.wait_group(1)  # dK of the step before
         self.release_if_any(queries, step)
-        delta = self.read_rows(self.context.delta, grads, step)
+        delta = self.read_rows(self.context.memory.delta, grads, step)
         warpgroup.wait_group(0)  # dP
         self.finish_grad_scores(step, delta)
         self.issue_grad_value(grads, step)
@@ -188,13 +215,13 @@ class Compute:
 
     def step_alone(self, step: Any, is_masked: bool) -> None:
         """No product is under way when it starts, nor when it ends."""
-        queries, grads = self.context.queries, self.context.grads
+        queries, grads = self.context.memory.queries, self.context.memory.grads
         self.issue_scores(queries, Int32(step))
         self.issue_grad_probs(grads, Int32(step))
         warpgroup.wait_group(1)  # the scores
         self.finish_scores(step, is_masked)
         warpgroup.wait_group(0)  # dP
-        self.finish_grad_scores(step, self.row_values(self.context.delta, grads, step))
+        self.finish_grad_scores(step, self.row_values(self.context.memory.delta, grads, step))
         self.issue_grad_value(grads, step)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
@@ -210,7 +237,7 @@ class Compute:
         self.release(queries, step)
 
     def meet(self) -> None:
-        """Both warpgroups have written their dS."""
+        """Both warpgroups have come here: written their dS, or done with shared memory that is to be overwritten."""
         cute.arch.barrier(barrier_id=MEETING_BARRIER, number_of_threads=GROUPS * GROUP_THREADS)
 
     def finish_scores(self, step: Any, is_masked: bool) -> None:
@@ -219,14 +246,14 @@ class Compute:
             cap(self.scores, self.cap_log2)
         if is_masked:
             self.hide(step)
-        lse = self.row_values(self.context.lse, self.context.queries, step)
+        lse = self.row_values(self.context.memory.lse, self.context.memory.queries, step)
         for block in range(self.shape.row_blocks):
             self.finish_probs(lse, block)
 
     def issue_grad_value(self, grads: Ring, step: Any) -> None:
         """Issue dV."""
         warpgroup.fence()
-        self.accumulate(self.grad_value, self.probs, self.grad_out_columns, grads.stage(step))
+        self.accumulate(self.grad_value, self.probs, self.grad_out_columns, grads.stage(self.context.use(step)))
 
     def _multiply_tiles(self, result: cute.Tensor, left: cute.Tensor, right: cute.Tensor, stage: Int32) -> None:
         product = self.shape.score_product()
@@ -247,7 +274,7 @@ class Compute:
 
     def multiply_turned_grad_scores(self, step: Int32) -> None:
         """Issue grad_key += dS^T Q."""
-        shape, stage = self.shape, self.context.queries.stage(step)
+        shape, stage = self.shape, self.context.memory.queries.stage(self.context.use(step))
         if not shape.is_turned:
             self.accumulate(self.grad_key, self.grad_scores, self.query_columns, stage)
             return
@@ -282,11 +309,11 @@ class Compute:
     def release(self, ring: Ring, step: Int32) -> None:
         """This warp has read the stage of that step."""
         with cute.arch.elect_one():
-            ring.release(step)
+            ring.release(self.context.use(step))
 
     def row_values(self, rows: cute.Pointer, ring: Ring, step: Int32) -> RowValues:
         """LSE or delta of the thread's columns, as a function: of two neighbours of the index-th eight queries."""
-        first = rows + ring.stage(step) * self.shape.query_tile + (self.lane % 4) * 2
+        first = rows + ring.stage(self.context.use(step)) * self.shape.query_tile + (self.lane % 4) * 2
 
         def pair(index: int) -> tuple[Float32, Float32]:
             values = cute.make_tensor((first + index * 8).align(8), cute.make_layout(2)).load()
@@ -368,7 +395,7 @@ class Compute:
         shape, group = self.shape, self.group
         threads = GROUP_THREADS + 32
         cute.arch.barrier(barrier_id=ADDED_BARRIER + group, number_of_threads=threads)
-        first = self.context.staged + group * shape.sum_floats + self.thread * 4
+        first = self.context.memory.staged + group * shape.sum_floats + self.thread * 4
         for chunk in range(cute.size(self.grad_query) // 4):
             to = cute.make_tensor((first + chunk * GROUP_THREADS * 4).align(16), cute.make_layout(4))
             values = cute.make_rmem_tensor(cute.make_layout(4), Float32)
@@ -380,13 +407,14 @@ class Compute:
 
     @cute.jit
     def store(self, maps: tuple[cute.CopyAtom, ...], kv_head: Int32) -> None:
-        """Round, stage over this group's keys and values, which nobody reads any more, and copy out."""
-        cute.arch.barrier(barrier_id=MEETING_BARRIER, number_of_threads=GROUPS * GROUP_THREADS)
+        """Round, stage where nobody reads any more, and copy out."""
+        self.meet()
         context, item = self.context, self.context.walk.item
+        grad_key, grad_value = context.memory.gradients(self.shape)
         staged = []
         for gradient, buffer, scale in (
-            (self.grad_key, context.key, self.scale),
-            (self.grad_value, context.value, Float32(1.0)),
+            (self.grad_key, grad_key, self.scale),
+            (self.grad_value, grad_value, Float32(1.0)),
         ):
             for index in range(cute.size(gradient)):
                 gradient[index] = gradient[index] * scale
@@ -394,7 +422,7 @@ class Compute:
             pairs = cute.recast_tensor(rounded, Uint32)
             for pair in range(cute.size(pairs)):
                 pairs[pair] = round_pair(gradient[2 * pair], gradient[2 * pair + 1], self.shape.dtype)
-            halves = cute.local_tile(buffer[None, None, 0], (GROUP_ROWS, self.shape.head_dim), (None, 0))
+            halves = cute.local_tile(buffer, (GROUP_ROWS, self.shape.head_dim), (None, 0))
             to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.shape.dtype)
             mine = cute.make_tiled_copy_C(to_shared, self.shape.key_product()).get_slice(self.thread)
             cute.copy(to_shared, mine.retile(rounded), mine.partition_D(halves[None, None, self.group]))
@@ -406,7 +434,8 @@ class Compute:
                 buffer, tiles = _tiles_of(tensor_map, halves, GROUP_ROWS, kv_head, item.batch)
                 cute.copy(tensor_map, buffer[None, self.group], tiles[None, item.query_tile * GROUPS + self.group])
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if cutlass.const_expr(not self.shape.is_persistent):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def store_parts(self, results: tuple[cute.Pointer, ...], heads: Int32, dims: tuple[Int32, Int32]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,11 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from jax_fa4.kernels.hopper.forward import ELEMENTS, GROUP_ROWS
-from jax_fa4.kernels.parts.block_walk import Band, WorkItem
+from jax_fa4.kernels.hopper.backward_queue import PLACES, Progress
+from jax_fa4.kernels.hopper.forward import ELEMENTS, GROUP_ROWS, WARPS_PER_GROUP
+from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.events import Ring
+from jax_fa4.kernels.parts.tile_mask import SegmentIds
 from jax_fa4.kernels.plan import KernelPlan
 
 GROUPS = 2  # computing warpgroups
@@ -26,6 +29,7 @@ MEETING_BARRIER = 1  # named barriers; 0 is the whole block's. dS of both warpgr
 STAGED_BARRIER = 2  # 2, 3: a warpgroup's query gradients are staged
 ADDED_BARRIER = 4  # 4, 5: they have been read
 CLOSING_BARRIER = 6  # 6, 7: a warpgroup's key and value gradients are staged
+DRAINED_BARRIER = 8  # 8, 9: a warpgroup's last query gradients of an item have been read (persistent blocks)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Shape:
     is_ordered: bool  # sums are added in a fixed order
     is_ahead: bool  # scores of the next step are issued before the query gradients of this one
     is_turned: bool  # dK takes dS from shared memory, not from registers
+    is_persistent: bool  # a block does one item after the other
     is_split: bool  # an item walks part of the query heads that share its keys: gradients are float32 parts
 
     @staticmethod
@@ -69,6 +74,7 @@ class Shape:
             is_ordered=option("ordered"),
             is_ahead=option("ahead"),
             is_turned=option("turned_scores"),
+            is_persistent=option("persistent"),
             is_split=option("split"),
         )
 
@@ -205,14 +211,9 @@ class TableRanks:
 
 
 @dataclass(frozen=True)
-class Context:
-    """What every role shares: the item and its steps, the buffers and the events."""
+class Memory:
+    """Buffers and events in shared memory."""
 
-    shape: Shape
-    walk: Walk
-    first_head: Int32  # of the query heads walked
-    heads: Int32  # query heads of the call
-    query_tiles: Int32  # of the padded query length
     key: cute.Tensor
     value: cute.Tensor
     query: cute.Tensor
@@ -221,15 +222,170 @@ class Context:
     staged: cute.Pointer  # float32
     lse: cute.Pointer  # float32, a row per stage
     delta: cute.Pointer
-    key_landed: cute.Pointer
-    value_landed: cute.Pointer
+    keys: Ring  # one stage
+    values: Ring
     queries: Ring
     grads: Ring
+    numbers: Any  # int32, of items; of persistent blocks alone, as are their barriers
+    number_barriers: Any
+
+    @staticmethod
+    def allocate(shape: Shape) -> Memory:
+        """Lay out shared memory in the plan's order."""
+        memory = cutlass.memory.SmemAllocator()
+
+        def tiles(layout: cute.ComposedLayout) -> cute.Tensor:
+            return memory.allocate_tensor(shape.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+        key, value = (tiles(shape.tile_layout(KEY_TILE, 1)) for _ in range(2))
+        counts = shape.query_stages, shape.grad_stages
+        query, grad_out = (tiles(shape.tile_layout(shape.query_tile, count)) for count in counts)
+        grad_scores = tiles(shape.grad_score_layout())
+        staged = memory.allocate_array(Float32, GROUPS * shape.sum_floats)
+        lse, delta = (memory.allocate_array(Float32, count * shape.query_tile) for count in counts)
+        places = PLACES if shape.is_persistent else 0
+        numbers = memory.allocate_array(Int32, places) if places else None
+        barriers = memory.allocate_array(Int64, 2 * (1 + 1 + sum(counts) + places))
+        tile_bytes, step_bytes = KEY_TILE * shape.row_bytes, shape.query_tile * (shape.row_bytes + 4)
+        keys, values = Ring(barriers, 1, tile_bytes), Ring(barriers + 2, 1, tile_bytes)
+        queries = Ring(barriers + 4, shape.query_stages, step_bytes)
+        grads = Ring(queries.barriers + 2 * shape.query_stages, shape.grad_stages, step_bytes)
+        number_barriers = grads.barriers + 2 * shape.grad_stages
+        tensors, rings = (key, value, query, grad_out, grad_scores), (keys, values, queries, grads)
+        return Memory(*tensors, staged, lse, delta, *rings, numbers, number_barriers)
+
+    def gradients(self, shape: Shape) -> tuple[Any, Any]:
+        """Where the gradients of keys and values are staged: over keys and values, or, where these are to be loaded
+        for the next item meanwhile, over dS and the staged sums."""
+        if not shape.is_persistent:
+            return self.key[None, None, 0], self.value[None, None, 0]
+        layout = shape.tile_layout(KEY_TILE, 2)
+        first = cute.recast_ptr(self.grad_scores.iterator, layout.inner, shape.dtype)
+        both = cute.make_tensor(first, layout.outer)
+        return both[None, None, 0], both[None, None, 1]
+
+    def init(self) -> None:
+        """Set the arrival counts of all events but those of items' numbers (call in one thread)."""
+        for ring in (self.keys, self.values, self.queries, self.grads):
+            ring.init(GROUPS * WARPS_PER_GROUP)
+
+
+@dataclass(frozen=True)
+class Job:
+    """An item and what of the call's masks is about it."""
+
+    item: WorkItem
+    visible: Band | RowIntervals  # queries that see a key
+    ids: SegmentIds | None
+    order: BandRanks | TableRanks | None
+    hidden: tuple[Any, Any]  # flags of the query tiles and key tiles that are read from copies
+
+
+@dataclass(frozen=True)
+class Call:
+    """The parameters that say what the items are; pointers are None where the plan has none."""
+
+    shape: Shape
+    items: Any
+    lo: Any
+    hi: Any
+    hidden_queries: Any
+    hidden_keys: Any
+    key_ids: Any
+    query_ids: Any
+    ranks: Any
+    queries: Int32
+    keys: Int32
+    item_heads: Int32
+    offset: Int32
+    left: Int32
+    right: Int32
+    section_heads: Int32
+    interval_stride: Int32
+    rank_stride: Int32
+    query_tiles: Int32
+
+    def job(self, number: Int32 | None) -> Job:
+        """The item of that number; None: of this block's place in the grid."""
+        return self._job_of_table(number) if self.shape.intervals else self._job_of_band(number)
+
+    def _job_of_table(self, number: Int32 | None) -> Job:
+        if number is None:
+            number, _, _ = cute.arch.block_idx()
+        item = WorkItem.read(self.items, number)
+        first_row = Int64(item.batch) * self.interval_stride
+        visible = RowIntervals(self.keys, self.lo + first_row, self.hi + first_row)
+        hidden = (
+            self.hidden_queries + item.batch * cute.ceil_div(self.queries, self.shape.query_tile),
+            self.hidden_keys + item.batch * cute.ceil_div(self.keys, KEY_TILE),
+        )
+        order = None
+        if self.shape.is_ordered:
+            row = Int64(item.batch) * self.rank_stride + item.query_tile
+            order = TableRanks(self.ranks + row * self.query_tiles)
+        ids = None
+        if self.shape.has_ids:
+            first_query, first_key = Int64(item.batch) * self.queries, Int64(item.batch) * self.keys
+            ids = SegmentIds(self.key_ids + first_key, self.query_ids + first_query, self.keys, self.queries)
+        return Job(item, visible, ids, order, hidden)
+
+    def _job_of_band(self, number: Int32 | None) -> Job:
+        """Items in the order of the grid's x, then y, then z: sections of heads one after the other, each with its
+        first keys first, which under a causal mask are the longest items; in ordered sums its last keys first."""
+        visible = Band(self.keys, self.queries, Int32(0) - self.offset, self.right, self.left)
+        tiles = cute.ceil_div(self.keys, KEY_TILE)
+        if number is None:
+            head, place, section = cute.arch.block_idx()
+        else:
+            row, head = number // self.section_heads, number % self.section_heads
+            section, place = row // tiles, row % tiles
+        key_tile, order = place, None
+        if self.shape.is_ordered:
+            key_tile = tiles - 1 - place
+            seen = Band(self.queries, self.keys, self.offset, self.left, self.right)
+            order = BandRanks(seen, self.shape.query_tile, key_tile)
+        head_of_all = section * self.section_heads + head
+        item = self.item_of(visible, head_of_all // self.item_heads, head_of_all % self.item_heads, key_tile)
+        return Job(item, visible, None, order, (None, None))
+
+    def item_of(self, visible: Band, batch: Int32, head: Int32, key_tile: Int32) -> WorkItem:
+        """The item of a key tile; rows of the band are keys.
+
+        Queries beyond the last need no mask, since their probabilities are 0; keys beyond the last do. An item that no
+        query sees has no steps.
+        """
+        rows = self.shape.query_tile
+        item = visible.work_item(batch, head, key_tile, KEY_TILE, rows)
+        first = key_tile * KEY_TILE
+        end = cutlass.select_(visible.lo(first) >= visible.keys, item.begin, item.end)
+        sees_last = visible.hi(first) >= visible.keys
+        full_end = cutlass.select_(sees_last, end, cutlass.min(item.full_end, end))
+        full_begin = cutlass.min(item.full_begin, full_end)
+        has_full = (first + KEY_TILE <= visible.queries) & (full_begin < full_end)
+        full_begin, full_end = (cutlass.select_(has_full, one, end) for one in (full_begin, full_end))
+        return dataclasses.replace(item, full_begin=full_begin, full_end=full_end, end=end)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every role shares: the item and its steps, what came before, shared memory."""
+
+    shape: Shape
+    memory: Memory
+    walk: Walk
+    progress: Progress
+    first_head: Int32  # of the query heads walked
+    heads: Int32  # query heads of the call
+    query_tiles: Int32  # of the padded query length
 
     @property
     def batch(self) -> Int32:
         """Batch row of the item."""
         return self.walk.item.batch
+
+    def use(self, step: Any) -> Int32:
+        """Which use of the rings a step of the item is."""
+        return self.progress.steps + Int32(step)
 
     def tile_number(self, head: Int32, tile: Int32) -> Int64:
         """Which of the call's query tiles a tile of a head is, in arrays (batch, head, padded row)."""

@@ -21,15 +21,16 @@ from jax_fa4.kernels.plan import (
 GROUPS = 2  # computing warpgroups, of 64 keys each
 KEY_TILE = GROUPS * GROUP_ROWS
 SCORE_STAGES = 2
+PLACES = 2  # numbers of items in shared memory, of persistent blocks
 # Launched with 168 registers for each of 384 threads; setmaxnreg moves them: 4 * 24 + 8 * 240 = 12 * 168 (a warp each).
 LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
 # Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need.
 SCALARS = (
     *("query_length", "key_length", "heads", "item_heads", "splits", "offset", "left", "right"),
-    *("section_heads", "interval_stride", "rank_stride", "query_tiles", "head_dim", "value_dim"),
+    *("section_heads", "interval_stride", "rank_stride", "query_tiles", "head_dim", "value_dim", "items"),
 )
 SIZES = (
-    *("batch", "sections", "items", "kv_heads"),
+    *("batch", "sections", "workers", "kv_heads"),
     *(f"{name}_{unit}_bytes" for name in ("query", "key", "value", "grad_out") for unit in ("head", "row", "batch")),
 )
 FLOATS = ("scale", "scale_log2", "cap_log2")
@@ -45,6 +46,8 @@ class BackwardTiles:
         grad_stages: stages of the ring of output gradients.
         ahead: the scores of the next step are issued before the query gradients of this one.
         turned_scores: dK takes dS from shared memory, not from registers.
+        persistent: as many blocks as multiprocessors, each doing one item after the other: what an item reads first is
+            loaded while the one before ends.
     """
 
     query_tile: int
@@ -52,6 +55,7 @@ class BackwardTiles:
     grad_stages: int
     ahead: bool = True
     turned_scores: bool = True
+    persistent: bool = False
 
 
 # Measured on one H200 (docs/performance.md). Two warpgroups of 240 registers hold gradients of 64 keys each, and beside
@@ -108,34 +112,49 @@ def _tensor_maps(dtype: str, head_dim: int, tiles: BackwardTiles, split: bool, i
 def _events(tiles: BackwardTiles, row_bytes: int) -> tuple[Event, ...]:
     """One copy fills a stage; one lane of each computing warp frees it."""
     readers, step_bytes = GROUPS * WARPS_PER_GROUP, tiles.query_tile * (row_bytes + 4)
+    stages = {"keys": 1, "values": 1, "queries": tiles.query_stages, "grads": tiles.grad_stages}
     rings = [
         event
-        for ring, stages in (("queries", tiles.query_stages), ("grads", tiles.grad_stages))
+        for ring, count in stages.items()
         for event in (
-            Event(f"{ring}_landed", (("load", 1),), ("compute",), 1, stages, step_bytes),
-            Event(f"{ring}_free", (("compute", readers),), ("load",), readers, stages),
+            Event(
+                f"{ring}_landed",
+                (("load", 1),),
+                ("compute",),
+                1,
+                count,
+                step_bytes if ring in ("queries", "grads") else KEY_TILE * row_bytes,
+            ),
+            Event(f"{ring}_free", (("compute", readers),), ("load",), readers, count),
         )
     ]
-    once = [
-        Event(f"{name}_landed", (("load", 1),), ("compute",), 1, 1, KEY_TILE * row_bytes) for name in ("keys", "values")
-    ]
-    return (*once, *rings)
+    numbers = (
+        Event("item_known", (("load", 1),), ("add", "compute"), 1, PLACES),
+        Event("item_taken", (("add", 1), ("compute", readers)), ("load",), 1 + readers, PLACES),
+    )
+    return (*rings, *(numbers if tiles.persistent else ()))
 
 
 def _shared(head_dim: int, tiles: BackwardTiles, row_bytes: int, element_bytes: int) -> tuple[SharedBuffer, ...]:
     grad_score_bytes = tiles.query_tile * KEY_TILE * element_bytes
     row_values = tiles.query_tile * 4
+    key_bytes = KEY_TILE * row_bytes
+    over = ("keys", "values")
+    gradients = [
+        SharedBuffer(f"staged_grad_{name.removesuffix('s')}", key_bytes, alignment=1024, over=name) for name in over
+    ]
+    numbers = [SharedBuffer("numbers", 4, PLACES, alignment=8)]
     return (
-        SharedBuffer("keys", KEY_TILE * row_bytes, alignment=1024),
-        SharedBuffer("staged_grad_key", KEY_TILE * row_bytes, alignment=1024, over="keys"),
-        SharedBuffer("values", KEY_TILE * row_bytes, alignment=1024),
-        SharedBuffer("staged_grad_value", KEY_TILE * row_bytes, alignment=1024, over="values"),
+        SharedBuffer("keys", key_bytes, alignment=1024),
+        SharedBuffer("values", key_bytes, alignment=1024),
+        *([] if tiles.persistent else gradients),
         SharedBuffer("queries", tiles.query_tile * row_bytes, tiles.query_stages, alignment=1024),
         SharedBuffer("grads", tiles.query_tile * row_bytes, tiles.grad_stages, alignment=1024),
         SharedBuffer("grad_scores", grad_score_bytes, SCORE_STAGES, alignment=1024),
         SharedBuffer("staged_sums", tiles.query_tile * sum_columns(head_dim) * 4),
         SharedBuffer("lse", row_values, tiles.query_stages),
         SharedBuffer("delta", row_values, tiles.grad_stages),
+        *(numbers if tiles.persistent else []),
     )
 
 
@@ -175,10 +194,12 @@ def backward_plan(
     pointers = [Parameter("operand", "lse"), Parameter("operand", "delta"), Parameter("result", "sums")]
     operands = ["query", "key", "value", "grad_out", "lse", "delta", "zeros"]
     results = ["grad_key", "grad_value", "sums"]
-    if ordered:
-        operands.append("zero_flags")
-        results.append("flags")
-        pointers.append(Parameter("result", "flags"))
+    counts = [("zero_flags", "flags")] if ordered else []
+    counts += [("zero_counter", "counter")] if tiles.persistent else []
+    for zeros, counted in counts:
+        operands.append(zeros)
+        results.append(counted)
+        pointers.append(Parameter("result", counted))
     extra = []
     maps = ["query", "key", "value", "grad_out"]
     hidden = [f"hidden_{name}" for name in maps] if is_table else []
@@ -192,6 +213,8 @@ def backward_plan(
     grid = (Extent((("section_heads", 1),)), Extent((("key_length", KEY_TILE),)), Extent((("sections", 1),)))
     if is_table:
         grid = (Extent((("items", 1),)), Extent(), Extent())
+    if tiles.persistent:
+        grid = (Extent((("workers", 1),)), Extent(), Extent())
     return KernelPlan(
         kernel="backward",
         architecture=ARCHITECTURE,
@@ -209,6 +232,7 @@ def backward_plan(
             ("ahead", tiles.ahead),
             ("sum_columns", sum_columns(head_dim)),
             ("turned_scores", tiles.turned_scores),
+            ("persistent", tiles.persistent),
         ),
         operands=(*operands, *extra, *hidden),
         results=tuple(results),
