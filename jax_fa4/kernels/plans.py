@@ -37,8 +37,8 @@ POSTPROCESS_ROWS = 64  # of a block: at D = 128 each thread has 4 stores of 16 b
 
 
 def _by_sections(row_tiles: Extent) -> tuple[Extent, Extent, Extent]:
-    """Sections of heads one after the other, in each its row tiles, for each all heads, which share sectors of 32 bytes:
-    the LSE is (batch, row, head)."""
+    """Sections of heads one after the other, in each its row tiles, for each all its heads, which share sectors of the
+    LSE: (batch, row, head)."""
     return Extent((("section_heads", 1),)), row_tiles, Extent((("sections", 1),))
 
 

@@ -55,25 +55,15 @@ def test_first_block_takes_the_last_rows(architecture: str, kernel: str) -> None
     short = jnp.zeros((batch * heads * length - 1, width))
     rows = jnp.zeros((batch, length, heads, width), jnp.bfloat16)
     floats = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    rows_of_heads = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+    lse = jnp.zeros(rows.shape[:3])
+    operands = {"accumulator": short, "out": rows, "grad_out": rows, "lse": lse, "grad_lse": lse}
+    sums = jax.ShapeDtypeStruct(short.shape, jnp.float32)
+    results = {"grad_query": rows_of_heads, "lse_log2": floats, "delta": floats, "accumulator": sums}
+    make = preprocess_plan if kernel == "preprocess" else postprocess_plan
+    plan = make(architecture, "bfloat16", width, width)
     with pytest.raises(Exception, match=r"belongs to no allocation; .*; CTA \(1, 0, 0\)"):
-        if kernel == "preprocess":
-            lse = jnp.zeros(rows.shape[:3])
-            launch.launch(
-                preprocess_plan(architecture, "bfloat16", width, width),
-                {"out": rows, "grad_out": rows, "lse": lse, "grad_lse": lse},
-                {"lse_log2": floats, "delta": floats, "accumulator": jax.ShapeDtypeStruct(short.shape, jnp.float32)},
-                integers,
-                driver="emulator",
-            )
-        else:
-            launch.launch(
-                postprocess_plan(architecture, "bfloat16", width, width),
-                {"accumulator": short},
-                {"grad_query": jax.ShapeDtypeStruct(rows.shape, rows.dtype)},
-                integers,
-                {"scale": 1.0},
-                driver="emulator",
-            )
+        launch.launch(plan, operands, results, integers, {"scale": 1.0}, driver="emulator")
 
 
 @pytest.mark.parametrize(
