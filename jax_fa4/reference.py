@@ -102,7 +102,8 @@ def _seen_rows(
     """Key and value in the wide dtype, zeros in rows that no query sees: NaN there must not matter."""
     seen = jnp.any(visible, axis=2)  # (B or 1, N or 1, S)
     if seen.shape[1] == problem.query_heads and problem.kv_heads:
-        seen = jnp.any(seen.reshape(seen.shape[0], problem.kv_heads, problem.group_size, -1), axis=2)
+        groups = seen.reshape(seen.shape[0], problem.kv_heads, problem.group_size, problem.key_length)
+        seen = jnp.any(groups, axis=2)
     seen = jnp.swapaxes(seen, 1, 2)[..., None]  # (B or 1, S, K or 1, 1)
     key, value = (jnp.where(seen, rows, 0) for rows in (operands.key, operands.value))
     return key.astype(problem.accumulation_dtype), value.astype(problem.accumulation_dtype)

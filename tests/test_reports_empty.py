@@ -214,6 +214,18 @@ def test_everything_empty(implementation, sizes, options):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["key_value_seq_lengths", "query_seq_lengths", "segment_ids", "mask"])
+@pytest.mark.parametrize("wrap", [np.asarray, jnp.asarray])
+def test_no_batch_beside_a_mask(implementation, name, wrap):
+    """One head, so that a mask of all heads and a mask of each have one shape."""
+    tensors = draw(8, batch=0, query_length=4, key_length=4, query_heads=1, kv_heads=1)
+    arrays = {"segment_ids": np.zeros((0, 4), np.int32), "mask": np.zeros((0, 1, 4, 4), bool)}
+    options = {name: wrap(arrays.get(name, np.zeros(0, np.int32))), "implementation": implementation}
+    grads = jax.grad(lambda *one: attention(*one, **options).sum(), argnums=(0, 1, 2))(*tensors)
+    assert [grad.shape for grad in grads] == [one.shape for one in tensors]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", ["large", "constant", "outlier", "rising"])
 def test_scores_that_are_not_gaussian(implementation, kind):
     """Scores of 1e4, equal scores, outliers and row maxima that rise tile by tile, against float64 softmax."""

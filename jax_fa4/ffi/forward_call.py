@@ -48,7 +48,9 @@ def why_no_kernel(problem: AttentionProblem, name: str, dtypes: tuple[str, ...])
     if problem.scale is None or problem.scale <= 0.0:
         return f"the {name} kernel takes a positive scale that is known when the call is traced. {REMEDY}"
     if (problem.logits_soft_cap or 0.0) > MAX_SOFT_CAP:
-        return f"logits_soft_cap is {problem.logits_soft_cap:g}; the {name} kernel takes up to {MAX_SOFT_CAP:g}. {REMEDY}"
+        return (
+            f"logits_soft_cap is {problem.logits_soft_cap:g}; the {name} kernel takes up to {MAX_SOFT_CAP:g}. {REMEDY}"
+        )
     if max(problem.query_length, problem.key_length) > MAX_LENGTH:
         return f"the {name} kernel takes lengths up to {MAX_LENGTH}. {REMEDY}"
     return None

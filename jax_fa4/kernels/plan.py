@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-
 OLD_NUMBER_OF_11_0 = (10, 1)
 
 
