@@ -66,7 +66,13 @@ def read_segments(segment_ids: Any, is_causal: Any, local_window_size: Any, caus
     if segment_ids is None:
         raise TypeError("segment_ids is None. Integers (..., T), or a pair of (..., T) and (..., S), are accepted.")
     sides = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    shapes = [np.shape(side) for side in sides]
+    try:
+        shapes = [np.shape(side) for side in sides]
+    except ValueError as error:
+        raise TypeError(
+            f"segment_ids is {_seen(segment_ids)}, which is no array. Integers (..., T), or a pair of (..., T) and "
+            "(..., S), are accepted."
+        ) from error
     if len(shapes) != 2 or not all(shapes) or shapes[0][:-1] != shapes[1][:-1]:
         raise ValueError(
             f"segment_ids has shape {', '.join(map(str, shapes))}. Integers (..., T), or a pair of (..., T) and "

@@ -185,12 +185,7 @@ def ring_attention(
     Source: Liu et al. 2023 (ring attention), Zhu 2024 (zigzag).
     """
     names = dispatch.read_names(implementation)
-    if axis_name is None:
-        raise TypeError(
-            "axis_name is None. The name of the mesh axis along which the sequence is split, or a tuple of names, is "
-            "accepted; where it is not split call attention."
-        )
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axes = _read_axes(axis_name)
     devices = _ring_size(axes)
     for name, given in (("bias", bias), ("mask", mask)):
         if given is not None:
@@ -244,6 +239,16 @@ def ring_attention(
     if not return_residual:
         return out
     return out, lse.reshape(*call.leading, *lse.shape[1:])
+
+
+def _read_axes(axis_name: Any) -> tuple[str, ...]:
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, Sequence) or not axes or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(
+            f"axis_name is {axis_name!r}. The name of the mesh axis along which the sequence is split, or a tuple of "
+            "names, is accepted; where it is not split call attention."
+        )
+    return tuple(axes)
 
 
 def _ring_size(axes: tuple[str, ...]) -> int:

@@ -186,7 +186,7 @@ def _plan(
         forward, backward = item_tables(grids, (queries, keys))
 
     def unfold(array: Array) -> Array:
-        return array.reshape(*leading, *array.shape[1:])
+        return array.reshape((*leading, *array.shape[1:]))
 
     rows = jax.tree.map(unfold, (query_ids, key_ids, queries, keys))
     query_ids, key_ids, queries, keys = rows
@@ -207,7 +207,8 @@ def _read_heads(heads: Any, head_dim: Any, value_dim: Any, dtype: Any) -> Heads 
     counts = heads if isinstance(heads, tuple) else (heads, heads)
     value_dim = head_dim if value_dim is None else value_dim
     if len(counts) != 2 or not all(
-        isinstance(size, int | np.integer) and size > 0 for size in (*counts, head_dim, value_dim)
+        isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0
+        for size in (*counts, head_dim, value_dim)
     ):
         raise ValueError(
             f"heads is {heads!r}, head_dim {head_dim!r} and value_dim {value_dim!r}. Positive integers are accepted; "
@@ -218,6 +219,8 @@ def _read_heads(heads: Any, head_dim: Any, value_dim: Any, dtype: Any) -> Heads 
             f"heads is {heads!r}. The number of query heads must be a multiple of the number of key heads."
         )
     accepted = f"One of {', '.join(arguments.DTYPES)} is accepted: query's; pass query.dtype."
+    if dtype is None:  # NumPy would take it for float64
+        raise TypeError(f"dtype is None. {accepted}")
     try:
         name = jnp.dtype(dtype).name
     except TypeError as error:

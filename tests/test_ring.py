@@ -374,5 +374,6 @@ def test_bad_input_names_the_argument():
     ):
         with pytest.raises(error, match=match):
             jax_fa4.zigzag_order(*arguments)
-    with pytest.raises(TypeError, match=r"axis_name is None\. The name of the mesh axis"):
-        jax_fa4.ring_attention(q, k, v, axis_name=None)
+    for name in (None, 3, (), (None,)):
+        with pytest.raises(TypeError, match=re.escape(f"axis_name is {name!r}. The name of the mesh axis")):
+            jax_fa4.ring_attention(q, k, v, axis_name=name)

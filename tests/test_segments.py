@@ -77,6 +77,15 @@ def test_plans_equal_ids(kind, implementation, options):
     jax.tree.map(assert_close, found, wanted)
 
 
+@pytest.mark.parametrize("wrap", [np.asarray, jnp.asarray])
+def test_no_batch_dimension(wrap):
+    tensors, ids = draw(0, batch=1, query_length=LENGTH, key_length=LENGTH), packed_ids(0)[:1]
+    plan = jax_fa4.plan_segments(wrap(ids[0]), heads=2, head_dim=8, dtype="float32")
+    assert plan.queries.exact.shape == ()
+    found = jax_fa4.attention(*(one[0] for one in tensors), segment_ids=plan)
+    assert_close(found, jax_fa4.attention(*tensors, segment_ids=ids)[0])
+
+
 def test_different_ids_of_queries_and_keys():
     options = {"is_causal": True, "causal_alignment": "bottom_right"}
     tensors, ids = draw(1, query_length=40, key_length=LENGTH), (packed_ids(1, length=40), packed_ids(2))
@@ -311,6 +320,7 @@ def test_what_does_not_fit_is_refused(with_tables):
         ({"head_dim": 4}, "together"),
         ({"heads": (4, 3), "head_dim": 8}, "multiple"),
         ({"heads": 0, "head_dim": 8}, "Positive"),
+        ({"heads": True, "head_dim": 8}, "Positive"),
         ({"local_window_size": -7}, "negative"),
     ],
     ids=str,
@@ -320,7 +330,10 @@ def test_wrong_arguments(options, match):
         jax_fa4.plan_segments(packed_ids(0), **options)
 
 
-@pytest.mark.parametrize(("dtype", "match"), [("foo", "dtype is 'foo', which names none"), ("int8", "dtype is int8")])
+@pytest.mark.parametrize(
+    ("dtype", "match"),
+    [("foo", "dtype is 'foo', which names none"), ("int8", "dtype is int8"), (None, "dtype is None")],
+)
 def test_wrong_dtype(dtype, match):
     with pytest.raises(TypeError, match=match + r".*bfloat16, .* pass query\.dtype"):
         jax_fa4.plan_segments(packed_ids(0), heads=2, head_dim=8, dtype=dtype)
@@ -333,6 +346,8 @@ def test_wrong_ids():
         jax_fa4.plan_segments(None)
     with pytest.raises(TypeError, match="dtype float"):
         jax_fa4.plan_segments(np.zeros((2, 3)))
+    with pytest.raises(TypeError, match=r"segment_ids is \[\[0, 1\], \[1\]\], which is no array"):
+        jax_fa4.plan_segments([[0, 1], [1]])
     with pytest.raises(ValueError, match="equal leading dimensions"):
         jax_fa4.plan_segments((np.zeros((2, 3), int), np.zeros((3, 3), int)))
 

@@ -195,6 +195,8 @@ def set_options(
         "stuck_after": stuck_after,
     }
     for name, value in given.items():
+        if not isinstance(value, int | None):
+            raise ValueError(f"{name} is {value!r}; a number or a bool is accepted.")
         if value is not None:
             _set(name, int(value))
 

@@ -208,6 +208,8 @@ def test_launch_limits() -> None:
     emulator.set_options(arch="10.0")
     with pytest.raises(DriverError, match=r"compute capability 10\.0"):
         Kernel(entry("ret;"))
+    with pytest.raises(ValueError, match=r"seed is 'x'; a number or a bool"):
+        emulator.set_options(seed="x")
     with pytest.raises(ValueError, match=r"arch is '8\.0'"):
         emulator.set_options(arch="8.0")
 
