@@ -1,11 +1,12 @@
 """From a `KernelPlan` to a `KernelBinary`: compiles with CuTe-DSL and records how the binary is launched.
 
     python -m jax_fa4.kernels.build            builds what has changed of the bundle and writes it into the package
+    python -m jax_fa4.kernels.build --jobs 8   the same in 8 processes
     python -m jax_fa4.kernels.build --all      builds every plan of the bundle anew
     python -m jax_fa4.kernels.build --print    prints the plans
 
-needs nvidia-cutlass-dsl (extra `build`), no GPU and no CUDA toolkit. The kernel's parameters are read off its PTX and
-compared with the plan, so that a disagreement is an error here and never a wrong launch.
+needs nvidia-cutlass-dsl and rich (extra `build`), no GPU and no CUDA toolkit. The kernel's parameters are read off its
+PTX and compared with the plan, so that a disagreement is an error here and never a wrong launch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import multiprocessing
 import re
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -215,24 +218,42 @@ def build(plan: KernelPlan) -> KernelBinary:
     return KernelBinary(plan, entry, bytes(cubin), ptx, layout, source_digest(plan), compiler)
 
 
+def build_each(plans: Sequence[KernelPlan], jobs: int = 1) -> Iterator[KernelBinary]:
+    """Compiles plans in as many processes, in the order of the plans; raises what `build` raises."""
+    if jobs == 1 or len(plans) < 2:
+        yield from map(build, plans)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(build, plans)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command of this module's text."""
+    from rich.progress import track
+
     from jax_fa4.kernels import bundle
     from jax_fa4.kernels.plans import bundled_plans
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print", action="store_true", help="print the plans instead of building them")
     parser.add_argument("--all", action="store_true", help="build also what is stored and up to date")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes build")
     options = parser.parse_args(arguments)
     plans = list(bundled_plans())
     if options.print:
         print("\n".join(plan.describe() for plan in plans))
         return
-    binaries = [(None if options.all else bundle.stored(plan)) or build(plan) for plan in plans]
+    found = {} if options.all else {plan: one for plan in plans if (one := bundle.stored(plan)) is not None}
+    missing = [plan for plan in plans if plan not in found]
+    made = track(build_each(missing, options.jobs), "Building", len(missing))
+    binaries_of = found | dict(zip(missing, made, strict=True))
+    binaries = [binaries_of[plan] for plan in plans]
     bundle.write(binaries)
     total = sum(len(binary.to_bytes()) for binary in binaries)
     print(f"{len(binaries)} kernels, {total} bytes, in {bundle.BUNDLE_FOLDER}")
 
 
 if __name__ == "__main__":
-    main()
+    from jax_fa4.kernels import build as module  # other processes know the classes by this name
+
+    module.main()

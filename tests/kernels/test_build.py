@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_fa4.kernels import build, bundle
-from jax_fa4.kernels.plan import Parameter
+from jax_fa4.kernels import build, bundle, plans
+from jax_fa4.kernels.plan import KernelPlan, Parameter
 from jax_fa4.kernels.plans import bundled_plans, preprocess_plan
 
 needs_compiler = pytest.mark.skipif(build.compiler_version() is None, reason="needs nvidia-cutlass-dsl")
@@ -76,6 +76,32 @@ def test_parameters_that_disagree_are_a_build_error() -> None:
     wrong = dataclasses.replace(plan, parameters=(*plan.parameters[:-1], Parameter("int64", "padded_length")))
     with pytest.raises(build.BuildError, match=r"the plan says .*padded_length 8"):
         build.build(wrong)
+
+
+@needs_compiler
+def test_several_processes_build_the_same() -> None:
+    two = [UNBUNDLED, preprocess_plan("sm_100f", "bfloat16", 64, 64)]
+    assert list(build.build_each(two, jobs=2)) == list(build.build_each(two))
+
+
+@needs_compiler
+def test_only_what_is_stale_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bundle, "BUNDLE_FOLDER", tmp_path)
+    monkeypatch.setattr(bundle, "cache_folder", lambda: tmp_path / "cache")
+    kept = preprocess_plan("sm_90a", "bfloat16", 64, 64)
+    monkeypatch.setattr(plans, "bundled_plans", lambda: iter([UNBUNDLED, kept]))
+    bundle.write([build.build(kept)])
+    built: list[KernelPlan] = []
+    original = build.build
+    monkeypatch.setattr(build, "build", lambda plan: built.append(plan) or original(plan))
+    build.main([])
+    assert built == [UNBUNDLED]
+    assert {bundle.stored(plan).plan for plan in (UNBUNDLED, kept)} == {UNBUNDLED, kept}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        f"{UNBUNDLED.key}.kernel",
+        f"{kept.key}.kernel",
+        "manifest.json",
+    }
 
 
 @needs_compiler

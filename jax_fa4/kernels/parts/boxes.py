@@ -28,11 +28,6 @@ def address_of(tensor_map: cute.CopyAtom) -> Int64:
     return Int64(llvm.ptrtoint(Int64.mlir_type, pointer.to_llvm_ptr()))
 
 
-def prefetch(tensor_map: Int64) -> None:
-    """Fetch the tensor map itself ahead of its first use."""
-    assembly(_ELECT + "prefetch.tensormap [$0]; }", [], tensor_map)
-
-
 def expect(barrier: Int32, size: int, is_expecting: Int32 | None = None) -> None:
     """Arrive at a barrier of this CTA and announce that `size` bytes will arrive there too; not where `is_expecting`
     is 0."""

@@ -31,15 +31,6 @@ def hidden_bits(lo: Int32 | None, hi: Int32, first_column: Int32) -> Uint32:
     return hidden if lo is None else hidden | ~_bits_from(lo - first_column)
 
 
-def bits_of_other_ids(row_id: Int32, ids: Any, first_column: Int32) -> Uint32:
-    """A word whose bit b is set where column first_column + b has another id; `ids` is a `tile_mask.SegmentIds`."""
-    word = Uint32(0)
-    for bit in range(WORD):
-        is_other = ids.of_key(first_column + bit) != row_id
-        word = word | cutlass.select_(is_other, Uint32(1 << bit), Uint32(0))
-    return word
-
-
 def hidden_words(lo: Int32 | None, hi: Int32, first_column: Int32, columns: int) -> list[Uint32]:
     """Words of the columns outside [lo, hi), a bit for each.
 
