@@ -114,6 +114,23 @@ class PlannedGrids(NamedTuple):
 NO_GRIDS = PlannedGrids()
 
 
+class QueryLayout(NamedTuple):
+    """Where a problem's queries lie in the operand, which is (B / copies, T / group, N * group, D).
+
+    Row r of head n in batch row b is operand[b // copies, r // group, n * group + r % group].
+
+    Attributes:
+      copies: neighbouring batch rows that have the same queries.
+      group: neighbouring heads of the operand that are rows of one head.
+    """
+
+    copies: int = 1
+    group: int = 1
+
+
+PLAIN_QUERIES = QueryLayout()
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
     """Everything about one attention call that is known when it is traced.
@@ -138,6 +155,7 @@ class AttentionProblem:
       has_segment_ids: ids of queries and of keys exist, each as operand or as constant.
       constants: the ids and lengths that are known.
       planned: what the work tables among the operands are for.
+      query_layout: where the queries lie, if not as (B, T, N, D).
       has_intervals: what rows see is not to be found from `mask`, but comes with the operands (`query_lo` and so on).
       key_splits: parts of the keys that are computed apart and merged; None: as many as pay.
       return_residual: the caller takes the log-sum-exp too.
@@ -163,6 +181,7 @@ class AttentionProblem:
     has_segment_ids: bool = False
     constants: MaskConstants = NO_CONSTANTS
     planned: PlannedGrids = NO_GRIDS
+    query_layout: QueryLayout = PLAIN_QUERIES
     has_intervals: bool = False
     key_splits: int | None = None
     return_residual: bool = False

@@ -7,7 +7,9 @@ kernels as they are:
     heads     the query heads of a KV head become rows of one tile    (B, T, N, D) -> (B, T * N / K, K, D)
     keys      each part of the keys becomes a batch row of its own    (B, S, K, D) -> (B * parts, S / parts, K, D)
 
-What a row sees is an interval of keys, so a part sees the interval's share. Every part gives an output and a
+Even parts of the keys stay where they are. So do the queries, which every part of a batch row reads: the problem's
+`QueryLayout` says where its rows lie, and a kernel reads them there; `with_plain_queries` copies them for those who
+cannot. What a row sees is an interval of keys, so a part sees the interval's share. Every part gives an output and a
 log-sum-exp; the results are their mean, weighted by exp(lse), which is exact (Rabe and Staats, arXiv 2112.05682). Sinks
 join in the merge, once. The backward pass is not touched: it reads the merged results.
 
@@ -25,7 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fa4.cost import Architecture
-from jax_fa4.problem import NO_CONSTANTS, NO_GRIDS, AttentionOperands, AttentionProblem, interval_operands
+from jax_fa4.problem import (
+    NO_CONSTANTS,
+    NO_GRIDS,
+    PLAIN_QUERIES,
+    AttentionOperands,
+    AttentionProblem,
+    QueryLayout,
+    interval_operands,
+)
 from jax_fa4.schedule.order import WorkGrid
 from jax_fa4.schedule.tiles import Intervals, MaskRule
 
@@ -71,9 +81,44 @@ def problem_of(problem: AttentionProblem, split: Split, *, has_intervals: bool =
         has_intervals=has_intervals,
         constants=NO_CONSTANTS,
         planned=NO_GRIDS,
+        query_layout=QueryLayout(split.parts, group),
         return_residual=True,
         key_splits=None,
     )
+
+
+def heads_as_rows(array: Array, group: int) -> Array:
+    """(B, T, N, ...) to (B, T * group, N / group, ...), rows of one query next to each other."""
+    batch, length, heads, *rest = array.shape
+    turned = array.reshape(batch, length, heads // group, group, *rest).swapaxes(2, 3)
+    return turned.reshape(batch, length * group, heads // group, *rest)
+
+
+def rows_as_heads(array: Array, group: int) -> Array:
+    """(B, T * group, N / group, ...) to (B, T, N, ...)."""
+    batch, rows, heads, *rest = array.shape
+    turned = array.reshape(batch, rows // group, group, heads, *rest).swapaxes(2, 3)
+    return turned.reshape(batch, rows // group, heads * group, *rest)
+
+
+def lay_queries(query: Array, layout: QueryLayout, wanted: QueryLayout = PLAIN_QUERIES) -> Array:
+    """Queries of one layout in another, each of whose numbers is that of `layout` or 1."""
+    if wanted.group != layout.group:
+        query = heads_as_rows(query, layout.group)
+    if wanted.copies != layout.copies:
+        copies = jnp.broadcast_to(query[:, None], (query.shape[0], layout.copies, *query.shape[1:]))
+        query = copies.reshape(-1, *query.shape[1:])
+    return query
+
+
+def with_plain_queries(
+    problem: AttentionProblem, operands: AttentionOperands
+) -> tuple[AttentionProblem, AttentionOperands]:
+    """The call with queries (B, T, N, D), for implementations that read no other layout."""
+    if problem.query_layout == PLAIN_QUERIES:
+        return problem, operands
+    query = lay_queries(operands.query, problem.query_layout)
+    return dataclasses.replace(problem, query_layout=PLAIN_QUERIES), operands._replace(query=query)
 
 
 def run_split(
@@ -86,7 +131,7 @@ def run_split(
     """A forward pass in parts.
 
     Args:
-      forward: of an implementation; gets the problem of all parts.
+      forward: of an implementation; gets the problem of all parts, and the queries as its layout says.
       problem: the call, without bias and general mask.
       operands: its arrays.
       split: the cut.
@@ -99,7 +144,7 @@ def run_split(
         return forward(problem, operands)
     cut = _Cut(problem, split)
     arrays: dict[str, Any] = {
-        "query": cut.rows(operands.query),
+        "query": operands.query,
         "key": cut.columns(operands.key),
         "value": cut.columns(operands.value),
         "scale": operands.scale,
@@ -165,14 +210,6 @@ class _Cut:
         """Keys that the last part lacks."""
         return self.keys * self.split.parts - self.problem.key_length
 
-    def rows(self, query: Array) -> Array:
-        """(B, T, N, D) to (B * parts, T * group, N / group, D), rows of one query next to each other."""
-        batch, length, heads, width = query.shape
-        packed = query.reshape(batch, length, heads // self.group, self.group, width).swapaxes(2, 3)
-        packed = packed.reshape(batch, 1, length * self.group, heads // self.group, width)
-        packed = jnp.broadcast_to(packed, (batch, self.split.parts, *packed.shape[2:]))
-        return packed.reshape(-1, *packed.shape[2:])
-
     def columns(self, array: Array) -> Array:
         """(B, S, K, D) to (B * parts, S / parts, K, D): the same memory where the parts are even."""
         if self.padding:
@@ -228,13 +265,7 @@ class _Cut:
         is_empty = total == 0
         weighted = (weights[..., None] * out).sum(axis=1) / jnp.where(is_empty, 1, total)[..., None]
         merged = jnp.where(is_empty, -jnp.inf, reference + jnp.log(total))
-        return self._unpack(weighted).astype(problem.dtype), self._unpack(merged[..., None])[..., 0]
-
-    def _unpack(self, array: Array) -> Array:
-        """(B, T * group, N / group, X) to (B, T, N, X)."""
-        batch, _, heads, width = array.shape
-        rows = array.reshape(batch, self.problem.query_length, self.group, heads, width).swapaxes(2, 3)
-        return rows.reshape(batch, self.problem.query_length, heads * self.group, width)
+        return rows_as_heads(weighted, self.group).astype(problem.dtype), rows_as_heads(merged, self.group)
 
 
 def split_clocks(problem: AttentionProblem, split: Split, grid: WorkGrid, arch: Architecture) -> float:

@@ -11,6 +11,7 @@ import jax_fa4
 from jax_fa4 import arguments, splitting
 from jax_fa4.blockwise import forward as blockwise_forward
 from jax_fa4.cost import ARCHITECTURES
+from jax_fa4.problem import QueryLayout
 from jax_fa4.reference import reference
 from jax_fa4.schedule.order import forward_grid
 from jax_fa4.splitting import Split
@@ -144,3 +145,30 @@ def test_the_choice_fills_the_gpu(batch, key_length):
     assert split.packs_heads
     waves = batch * 8 * split.parts / HOPPER.sms
     assert waves / np.ceil(waves) > 0.75 or key_length == 10007
+
+
+@pytest.mark.parametrize("layout", [QueryLayout(), QueryLayout(3), QueryLayout(1, 4), QueryLayout(2, 3)], ids=str)
+def test_queries_lie_as_their_layout_says(layout):
+    batch, length, heads, width = 2, 5, 2, 3
+    shape = batch, length, heads * layout.group, width
+    operand = np.arange(np.prod(shape)).reshape(shape)
+    b, r, n = np.ogrid[: batch * layout.copies, : length * layout.group, :heads]
+    wanted = operand[b // layout.copies, r // layout.group, n * layout.group + r % layout.group]
+    np.testing.assert_array_equal(splitting.lay_queries(operand, layout), wanted)
+    turned = splitting.lay_queries(operand, layout, layout._replace(group=1))
+    np.testing.assert_array_equal(splitting.lay_queries(turned, layout._replace(group=1)), wanted)
+    np.testing.assert_array_equal(splitting.rows_as_heads(turned, layout.group), operand)
+
+
+def test_queries_are_not_copied_for_who_reads_them_where_they_lie():
+    """The forward of an implementation gets the caller's array; the problem says what every part reads of it."""
+    tensors, seen = decode(5), []
+
+    def forward(problem, operands):
+        seen.append((problem.query_layout, operands.query))
+        return blockwise_forward.forward(problem, operands)
+
+    call = arguments.read_call(*tensors)
+    splitting.run_split(forward, call.problem, call.operands, Split(3, True))
+    assert seen[0][0] == QueryLayout(copies=3, group=2)
+    assert seen[0][1] is call.operands.query

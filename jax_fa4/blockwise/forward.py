@@ -17,6 +17,7 @@ from jax_fa4.blockwise.tiling import (
     visit,
 )
 from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.splitting import with_plain_queries
 from jax_fa4.varying import varying_zeros
 
 Array = Any
@@ -52,6 +53,7 @@ def forward(problem: AttentionProblem, operands: AttentionOperands) -> tuple[Arr
     Returns:
       out (B, T, N, Dv) in the problem's dtype; lse (B, T, N) in the accumulation dtype.
     """
+    problem, operands = with_plain_queries(problem, operands)
     shape = geometry(problem, operands)
     tiling, dtype = shape.tiling, jnp.dtype(problem.accumulation_dtype)
     scores = Scores.of(problem, operands, shape)

@@ -18,16 +18,17 @@ from jax_fa4.cost import Architecture
 from jax_fa4.ffi.launch import CUDA_DRIVER, even_section
 from jax_fa4.ffi.mask_buffers import hide_unseen, whole_ids, zero_unseen
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
-from jax_fa4.problem import AttentionOperands, AttentionProblem
-from jax_fa4.schedule.order import Column, Policy, WorkGrid, WorkTable, forward_grid, forward_table, make_table
+from jax_fa4.problem import PLAIN_QUERIES, AttentionOperands, AttentionProblem, QueryLayout
+from jax_fa4.schedule.order import Column, Policy, WorkGrid, WorkTable, forward_grid, make_table, work_table
 from jax_fa4.schedule.simulate import simulate
 from jax_fa4.schedule.tiles import Intervals, MaskRule
+from jax_fa4.splitting import lay_queries, rows_as_heads
 
 MaskKind = Literal["causal", "window", "intervals", "ids"]
 UNBOUNDED = 1 << 30  # an edge that never binds: beyond any row, and its sum with a row does not overflow
 MAX_LENGTH = 1 << 29
 MAX_SOFT_CAP = 1e4  # tanh is made of an exponential, whose rounding, 6e-8, the cap multiplies
-MAX_PACKED_QUERIES = 64  # more fill a tile by themselves; packing copies the queries
+MAX_PACKED_QUERIES = 64  # more fill a tile by themselves; packing copies more than one
 SLACK_LOG2 = 8.0  # the lazy rescaling's threshold (arXiv 2603.05451); see kernels/parts/softmax_row.py
 LOG2_E = math.log2(math.e)
 REMEDY = "Pass implementation='blockwise'."
@@ -97,6 +98,8 @@ class ForwardCall:
             no table.
         packed: the query heads that share a KV head are rows of one head: row t * group + g is query t of the group's
             g-th head. For few queries, whose tile would be nearly empty, and which would read keys once a head.
+        has_strides: the kernel reads queries, and writes results of packed heads, where they are if strides can say it;
+            else, and for other kernels, they are copied.
         hides_tiles: the architecture whose kernel copies tiles with values that nobody sees, which are then read from
             the copy; None: all values are copied.
     """
@@ -108,6 +111,7 @@ class ForwardCall:
     ctas: int = 1
     policy: Policy | None = None
     packed: bool = False
+    has_strides: bool = False
     hides_tiles: str | None = None
 
     @property
@@ -117,8 +121,24 @@ class ForwardCall:
         if not self.packed:
             return problem
         rows = problem.query_length * problem.group_size
-        mask = MaskRule(rows, problem.key_length)
-        return dataclasses.replace(problem, query_length=rows, query_heads=problem.kv_heads, mask=mask)
+        mask, layout = MaskRule(rows, problem.key_length), problem.query_layout._replace(group=problem.group_size)
+        return dataclasses.replace(
+            problem, query_length=rows, query_heads=problem.kv_heads, mask=mask, query_layout=layout
+        )
+
+    @property
+    def query_layout(self) -> QueryLayout:
+        """Where the kernel reads the queries. Heads that are rows have a stride, if there is one query or one head."""
+        layout = self.seen.query_layout
+        if not self.has_strides:
+            return PLAIN_QUERIES
+        is_strided = self.seen.query_length == layout.group or self.seen.query_heads == 1
+        return layout if is_strided else layout._replace(group=1)
+
+    @property
+    def result_group(self) -> int:
+        """Neighbouring heads of the results that are rows of the kernel's; 1 where these are written as they are."""
+        return self.query_layout.group if self.packed else 1
 
     @property
     def mask_kind(self) -> MaskKind:
@@ -162,7 +182,7 @@ class ForwardCall:
 
     def integers(self) -> dict[str, int]:
         """Every integer that a forward plan may name, for operands without gaps."""
-        problem, element_bytes = self.seen, DTYPES[self.problem.dtype]
+        problem, element_bytes, layout = self.seen, DTYPES[self.problem.dtype], self.query_layout
         head_bytes, value_head_bytes = problem.head_dim * element_bytes, problem.value_dim * element_bytes
         left, right = band_edges(problem.mask)
         section_heads = self.section_heads()
@@ -173,6 +193,9 @@ class ForwardCall:
             "key_length": max(self.seen_by_band()[1], 1),
             "heads": problem.query_heads,
             "kv_heads": problem.kv_heads,
+            "group_size": problem.group_size,
+            "query_copies": layout.copies,
+            "query_batch": problem.batch // layout.copies,
             "offset": problem.mask.diagonal_offset,
             "left": left,
             "right": right,
@@ -185,28 +208,28 @@ class ForwardCall:
             "head_dim": problem.head_dim,
             "value_dim": problem.value_dim,
             "head_bytes": head_bytes,
-            "value_head_bytes": value_head_bytes,
-            "query_row_bytes": problem.query_heads * head_bytes,
-            "key_row_bytes": problem.kv_heads * head_bytes,
-            "value_row_bytes": problem.kv_heads * value_head_bytes,
-            "out_row_bytes": problem.query_heads * value_head_bytes,
         }
-        for name, length in (
-            ("query", problem.query_length),
-            ("key", problem.key_length),
-            ("value", problem.key_length),
-            ("out", problem.query_length),
+        rows, keys = (problem.query_length, problem.query_heads), (problem.key_length, problem.kv_heads)
+        for name, (length, heads), step, group in (
+            ("query", rows, head_bytes, layout.group),
+            ("key", keys, head_bytes, 1),
+            ("value", keys, value_head_bytes, 1),
+            ("out", rows, value_head_bytes, self.result_group),
         ):
-            integers[f"{name}_batch_bytes"] = length * integers[f"{name}_row_bytes"]
-        return integers
+            by_row, by_head = _strides(heads, group)
+            integers[f"{name}_row_bytes"], integers[f"{name}_head_bytes"] = by_row * step, by_head * step
+            integers[f"{name}_batch_bytes"] = length * heads * step
+        by_row, by_head = _strides(problem.query_heads, self.result_group)
+        of_batch = problem.query_length * problem.query_heads
+        return integers | {"lse_batch_stride": of_batch, "lse_row_stride": by_row, "lse_head_stride": by_head}
 
     def table(self, operands: AttentionOperands) -> WorkTable:
         """The work table."""
         policy = self.policy or Policy.LONGEST_FIRST
-        sizes = self.rows, self.key_tile, self.arch
-        if self.packed:
+        if self.packed and self.seen.query_length > self.rows:
             return make_table(self.grid, self.row_intervals(operands), policy)
-        return forward_table(self.problem, operands, *sizes, ctas=self.ctas, policy=policy)
+        # A tile of a plan holds as many queries as rows here: where one tile holds all rows, it is the same.
+        return work_table(self.problem, operands, self.grid, policy, 0)
 
     def row_intervals(self, operands: AttentionOperands) -> Intervals:
         """What each of the kernel's rows sees."""
@@ -221,7 +244,7 @@ class ForwardCall:
         problem = self.problem
         table, rows = self.table(operands), self.row_intervals(operands)
         seen, seen_from = problem.intervals(operands)
-        found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
+        found: dict[str, Any] = {"item_table": table.items, "lo": rows.lo, "hi": rows.hi}
         if self.hides_tiles is not None:
             tiles = -(-self.integers()["key_length"] // self.key_tile)
             where: dict[str, Any] = {"architecture": self.hides_tiles, "driver": driver}
@@ -241,7 +264,8 @@ class ForwardCall:
         self, operands: AttentionOperands, driver: str = CUDA_DRIVER
     ) -> tuple[dict[str, Any], dict[str, int]]:
         """Operands and integers of the call, by the plan's names."""
-        buffers: dict[str, Any] = {"query": self.pack(operands.query), "key": operands.key, "value": operands.value}
+        query = lay_queries(operands.query, self.seen.query_layout, self.query_layout)
+        buffers: dict[str, Any] = {"query": query, "key": operands.key, "value": operands.value}
         integers = self.integers()
         if self.problem.has_sinks:
             buffers["sinks"] = operands.sinks.astype(jnp.float32)
@@ -252,23 +276,10 @@ class ForwardCall:
             buffers["value"] = operands.value.at[:, :first_seen].set(0)
         return buffers, integers
 
-    def pack(self, query: jax.Array) -> jax.Array:
-        """The queries as the kernel takes them."""
-        if not self.packed:
-            return query
-        problem = self.problem
-        parts = query.reshape(
-            problem.batch, problem.query_length, problem.kv_heads, problem.group_size, problem.head_dim
-        )
-        return parts.swapaxes(2, 3).reshape(problem.batch, -1, problem.kv_heads, problem.head_dim)
-
     def unpack(self, result: jax.Array) -> jax.Array:
-        """A result of the kernel, (B, rows, heads, ...), as the caller wants it, (B, T, N, ...)."""
-        if not self.packed:
-            return result
-        problem = self.problem
-        parts = (problem.batch, problem.query_length, problem.group_size, problem.kv_heads, *result.shape[3:])
-        return result.reshape(parts).swapaxes(2, 3).reshape(*parts[:2], problem.query_heads, *result.shape[3:])
+        """A result of the kernel as the caller wants it, (B, T, N, ...)."""
+        is_turned = self.packed and self.result_group == 1
+        return rows_as_heads(result, self.problem.group_size) if is_turned else result
 
     @property
     def items(self) -> int:
@@ -310,12 +321,17 @@ class ForwardCall:
 
     def results(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the kernel's results."""
-        problem = self.seen
-        rows = problem.batch, problem.query_length, problem.query_heads
+        problem, group = self.seen, self.result_group
+        rows = problem.batch, problem.query_length // group, problem.query_heads * group
         return {
             "out": jax.ShapeDtypeStruct((*rows, problem.value_dim), problem.dtype),
             "lse": jax.ShapeDtypeStruct(rows, jnp.float32),
         }
+
+
+def _strides(heads: int, group: int) -> tuple[int, int]:
+    """From row to row and from head to head of (rows, heads), or of (1, heads * group), heads of a group being rows."""
+    return (1 if group > 1 else heads), group
 
 
 def packs_heads(problem: AttentionProblem, rows: int, key_tile: int, arch: Architecture) -> bool:

@@ -35,12 +35,15 @@ HOPPER = ARCHITECTURES["sm_90"]
 # Time of a row of `SHORT_TILES` by one of `FORWARD_TILES`, from where the two are equal: 512 and 1024 rows, which they
 # cover with 512 and 576, 1024 and 1152 (docs/performance.md, short sequences).
 SHORT_COST = 1.1
+MAX_ROWS = (1 << 31) - 1  # of a batch row's log-sum-exps, a 32-bit stride
 
 
 def why_not(problem: AttentionProblem) -> str | None:
     """None where the kernel takes the problem's forward; else one sentence with the remedy."""
     if (reason := why_no_kernel(problem, "Hopper", FORWARD_DTYPES)) is not None:
         return reason
+    if problem.query_length * problem.query_heads > MAX_ROWS:
+        return f"the Hopper kernel takes up to {MAX_ROWS:,} queries times heads in a batch row. {REMEDY}"
     try:
         padded_head_dim(problem.head_dim)
         padded_head_dim(problem.value_dim, "value_dim")
@@ -93,9 +96,8 @@ def forward_call(
     """The problem as the kernel takes it; `tiles`, `policy` and `packed` as for `hopper_forward`."""
     tiles = tiles or tiles_of(problem)
     packed = is_packed(problem, tiles) if packed is None else packed
-    return ForwardCall(
-        problem, tiles.rows, tiles.key_tile, HOPPER, policy=policy, packed=packed, hides_tiles=ARCHITECTURE
-    )
+    sizes = tiles.rows, tiles.key_tile, HOPPER
+    return ForwardCall(problem, *sizes, policy=policy, packed=packed, has_strides=True, hides_tiles=ARCHITECTURE)
 
 
 def describe(problem: AttentionProblem) -> list[tuple[str, str]]:

@@ -220,9 +220,20 @@ def _varying_as(
     return jax.eval_shape(depending_on_all, *operands)
 
 
+def _operand(array: jax.Array | np.ndarray) -> jax.Array:
+    """An operand as the program holds it: a NumPy array is a constant.
+
+    XLA makes a constant of one number alone anew in each call, by a kernel. With another number behind it, which nobody
+    reads, it lies in memory.
+    """
+    if isinstance(array, np.ndarray) and array.size and (array == array.flat[0]).all():
+        array = np.append(array, array.dtype.type(not array.flat[0]))
+    return jnp.asarray(array)
+
+
 def launch(
     plan: KernelPlan,
-    operands: Mapping[str, jax.Array],
+    operands: Mapping[str, jax.Array | np.ndarray],
     results: Mapping[str, jax.ShapeDtypeStruct],
     integers: Mapping[str, int],
     floats: Mapping[str, float] | None = None,
@@ -231,13 +242,13 @@ def launch(
     driver: str = CUDA_DRIVER,
 ) -> dict[str, jax.Array]:
     """Adds one kernel call to the traced program: operands and results by the plan's names, results' shapes and dtypes
-    given. A traced scalar is an operand: the kernel reads it through its address. `aliases` names operands whose
-    content is in the named results' buffers when the kernel starts, for one that adds to what is there. Raises
-    KernelUnavailableError, LaunchError."""
+    given. An operand that is a NumPy array is a constant of the program; a traced scalar is an operand too: the kernel
+    reads it through its address. `aliases` names operands whose content is in the named results' buffers when the
+    kernel starts, for one that adds to what is there. Raises KernelUnavailableError, LaunchError."""
     content_hash = register(bundle.find(plan))
     floats = floats or {}
     shared = {plan.operands.index(one): plan.results.index(other) for one, other in (aliases or {}).items()}
-    inputs = [operands[name] for name in plan.operands]
+    inputs = [_operand(operands[name]) for name in plan.operands]
     types = _varying_as(inputs, [results[name] for name in plan.results])
     call = jax.ffi.ffi_call(TARGET, types, input_output_aliases=shared)
     outputs = call(

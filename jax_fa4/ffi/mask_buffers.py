@@ -34,7 +34,7 @@ def hide_unseen(
     *tensors: jax.Array,
     architecture: str,
     driver: str = CUDA_DRIVER,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array | np.ndarray]:
     """Tensors to read in place of others where these have rows that take no part, which may be NaN.
 
     Args:
@@ -52,8 +52,8 @@ def hide_unseen(
     """
     batch = tensors[0].shape[0]
     if not isinstance(rows.lo, jax.Array) and (rows.lo < rows.hi).all():
-        return tensors, jnp.asarray(np.zeros((batch, tiles), np.int32))  # a constant, not a kernel that writes zeros
-    lo, hi, other_lo, other_hi = (jnp.asarray(one) for one in (rows.lo, rows.hi, others.lo, others.hi))
+        return tensors, np.zeros((batch, tiles), np.int32)
+    lo, hi, other_lo, other_hi = rows.lo, rows.hi, others.lo, others.hi
     integers = {
         **{"length": lo.shape[1], "others": other_lo.shape[1], "tile_rows": tile_rows, "tiles": tiles, "batch": batch},
         "interval_stride": lo.shape[1] if lo.shape[0] > 1 else 0,
@@ -93,11 +93,11 @@ def backward_mask_buffers(
     Where gradients are deterministic, an item adds after those of later keys, or not `last_first` those of earlier.
     """
     _, rows = problem.intervals(operands)
-    found = {"item_table": jnp.asarray(table.items), "lo": jnp.asarray(rows.lo), "hi": jnp.asarray(rows.hi)}
+    found: dict[str, Any] = {"item_table": table.items, "lo": rows.lo, "hi": rows.hi}
     if problem.deterministic:
         bounds = tile_bounds(rows, key_tile, query_tile, problem.query_length)
         before = later_items if last_first else earlier_items
-        found["ranks"] = jnp.asarray(before(bounds, padded_length(problem.query_length) // query_tile))
+        found["ranks"] = before(bounds, padded_length(problem.query_length) // query_tile)
     if problem.has_segment_ids:
         found["query_ids"], found["key_ids"] = whole_ids(problem, operands)
     return found

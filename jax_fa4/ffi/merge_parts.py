@@ -51,12 +51,14 @@ def merge_parts(
     operands = {"parts_out": out, "parts_lse": lse}
     if sinks is not None:
         operands["sinks"] = sinks.astype(jnp.float32)
+    group = problem.group_size if split.packs_heads else 1
     integers = {
-        "rows": rows[0] * rows[1] * rows[2],
+        **dict(zip(("batch", "queries", "heads"), rows, strict=True)),
+        "part_rows": rows[1] * rows[2],
+        "batch_rows": split.parts * rows[1] * rows[2],
         "parts": split.parts,
-        "queries": problem.query_length,
-        "heads": problem.query_heads,
-        "group": problem.group_size if split.packs_heads else 1,
+        "group": group,
+        "kv_heads": problem.query_heads // group,
     }
     results = {
         "out": jax.ShapeDtypeStruct((*rows, problem.value_dim), problem.dtype),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 
 from jax_fa4.ffi.forward_call import UNBOUNDED, band_edges
@@ -135,9 +136,9 @@ def _has_lengths(masks: MaskOperands) -> bool:
     return masks.query_lengths is not None or masks.key_lengths is not None
 
 
-def _operands(rule: MaskRule, batch: int, masks: MaskOperands) -> dict[str, jax.Array]:
+def _operands(rule: MaskRule, batch: int, masks: MaskOperands) -> dict[str, jax.Array | np.ndarray]:
     """Ids and lengths by the plan's names, one row for each batch row; a length that is not given is the whole."""
-    found: dict[str, jax.Array] = {}
+    found: dict[str, jax.Array | np.ndarray] = {}
     for side, ids, lengths, whole in (
         ("query", masks.query_ids, masks.query_lengths, rule.query_length),
         ("key", masks.key_ids, masks.key_lengths, rule.key_length),
@@ -145,9 +146,8 @@ def _operands(rule: MaskRule, batch: int, masks: MaskOperands) -> dict[str, jax.
         if _has_ids(masks):
             found[f"{side}_ids"] = jnp.broadcast_to(jnp.asarray(ids, jnp.int32), (batch, whole))
         if _has_lengths(masks):
-            found[f"{side}_lengths"] = jnp.broadcast_to(
-                jnp.asarray(whole if lengths is None else lengths, jnp.int32), (batch,)
-            )
+            all_whole = np.full(batch, whole, np.int32)
+            found[f"{side}_lengths"] = all_whole if lengths is None else jnp.broadcast_to(lengths, (batch,))
     return found
 
 

@@ -7,13 +7,16 @@ head:
     parts     out (batch, part, query * group + head in group, KV head, value_dim), lse likewise
     results   out (batch, query, KV head * group + head in group, value_dim), lse likewise
 
-A warp takes one row of the results: lanes find the greatest log-sum-exp of the parts and the sum of the weights, then
-each has four columns, and adds them up part by part. It moves bytes, and little else.
+A block takes one row of the results, and each of its warps a share of the parts; a lane has four columns. What takes
+time is one read of what the kernel before has just written: so every load of a share is under way before the first is
+used, weights are computed by every lane for itself, and the warps' means are merged once, in shared memory.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +30,9 @@ from jax_fa4.kernels.plan import KernelPlan
 from jax_fa4.kernels.preprocess import ELEMENTS
 
 WARP = 32
-COLUMNS = 4  # of a lane
-LOG2_E = math.log2(math.e)
+COLUMNS = 4  # of a lane: loads of 8 bytes
+CHUNK = 4  # parts that a warp loads before it uses the first
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
 
 def _exp2(exponent: Float32) -> Float32:
@@ -39,56 +43,69 @@ def _log2(value: Float32) -> Float32:
     return cute.math.log2(value, fastmath=True)  # type: ignore[attr-defined]
 
 
+def finite_or_zero(log_sum: Float32) -> Float32:
+    """A greatest log-sum-exp with 0 for -inf, of which weights are 0 too."""
+    return cutlass.select_(log_sum == -Float32.inf, Float32(0.0), log_sum)
+
+
+def weigh(lses: list[Any]) -> tuple[Any, list[Any]]:
+    """The greatest log-sum-exp, and the weights by it."""
+    greatest = functools.reduce(cute.arch.fmax, lses)
+    reference = finite_or_zero(greatest)
+    return greatest, [_exp2((one - reference) * LOG2_E) for one in lses]
+
+
 class MergeParts:
     """The kernel of one plan."""
 
     def __init__(self, plan: KernelPlan) -> None:
-        self.threads = plan.threads
+        self.warps = plan.threads // WARP
         self.element = ELEMENTS[str(plan.option("dtype"))]
-        self.value_dim = int(plan.option("value_dim"))
         self.has_sinks = bool(plan.option("sinks"))
+        self.vectors = int(plan.option("value_dim")) // COLUMNS  # of a row, one a lane
+        self.spans = -(-self.vectors // WARP)
 
     @cute.jit
-    def weigh(self, lse: cute.Pointer, sink: Any, parts: Int32, stride: Int64) -> tuple[Any, Any]:
-        """The greatest log-sum-exp (0 where no part sees a key), and the sum of the weights."""
+    def load(
+        self, rows: cute.Pointer, lse: cute.Pointer, stride: Int64, parts: Int32, lane: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Log-sum-exps (CHUNK,) and vectors (spans, CHUNK) of every `warps`-th part from here on; -inf and 0 where
+        there are no more."""
+        lses = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
+        loaded = cute.make_rmem_tensor(cute.make_layout((self.spans, CHUNK)), Int64)
+        lses.fill(-Float32.inf)
+        loaded.fill(0)
+        for index in cutlass.range_constexpr(CHUNK):
+            if index * self.warps < parts:
+                row = stride * (index * self.warps)
+                lses[index] = read(lse, row)
+                for span in cutlass.range_constexpr(self.spans):
+                    vector = span * WARP + lane
+                    if vector < self.vectors:
+                        loaded[span, index] = read(rows, row * self.vectors + vector)
+        return lses, loaded
+
+    @cute.jit
+    def sum_share(
+        self, rows: cute.Pointer, lse: cute.Pointer, stride: Int64, parts: Int32, sums: cute.Tensor
+    ) -> tuple[Any, Any]:
+        """Sums of a warp's share of the parts, (columns of a lane,), its greatest log-sum-exp and its weights' sum."""
         thread, _, _ = cute.arch.thread_idx()
-        lane = thread % WARP
-        highest = -Float32.inf
-        for part in cutlass.range(lane, parts, WARP, unroll=1):
-            highest = cutlass.max(highest, read(lse, Int64(part) * stride))
-        highest = cute.arch.warp_reduction_max(highest)
-        if cutlass.const_expr(self.has_sinks):
-            highest = cutlass.max(highest, sink)
-        highest = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
-        total = Float32(0.0)
-        for part in cutlass.range(lane, parts, WARP, unroll=1):
-            total += _exp2((read(lse, Int64(part) * stride) - highest) * LOG2_E)
-        total = cute.arch.warp_reduction_sum(total)
-        if cutlass.const_expr(self.has_sinks):
-            total += _exp2((sink - highest) * LOG2_E)
+        warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+        highest, total = -Float32.inf, Float32(0.0)
+        sums.fill(0.0)
+        for part in cutlass.range(warp, parts, self.warps * CHUNK, unroll=1):
+            place = stride * part
+            lses, loaded = self.load(rows + place * self.vectors, lse + place, stride, parts - part, lane)
+            highest, (shrink, *weights) = weigh([highest, *(lses[index] for index in range(CHUNK))])
+            total = functools.reduce(operator.add, weights, total * shrink)
+            elements = cute.recast_tensor(loaded, self.element)
+            for column in cutlass.range_constexpr(self.spans * COLUMNS):
+                one = sums[column] * shrink
+                for index in cutlass.range_constexpr(CHUNK):
+                    one += elements[index * self.spans * COLUMNS + column].to(Float32) * weights[index]
+                sums[column] = one
         return highest, total
-
-    @cute.jit
-    def add_columns(
-        self, parts_out: cute.Pointer, lse: cute.Pointer, to: cute.Pointer, closing: tuple[Any, Any], parts: Int32
-    ) -> None:
-        """The weighted mean of four columns a lane; `closing` is the stride between parts and what weights are of."""
-        thread, _, _ = cute.arch.thread_idx()
-        stride, (highest, factor) = closing
-        for first in cutlass.range_constexpr(0, self.value_dim, COLUMNS * WARP):
-            column = first + thread % WARP * COLUMNS
-            if column < self.value_dim:
-                total = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
-                total.fill(0.0)
-                for part in cutlass.range(parts, unroll=16):
-                    place = Int64(part) * stride
-                    weight = _exp2((read(lse, place) - highest) * LOG2_E) * factor
-                    source = (parts_out + place * self.value_dim + column).align(8)
-                    loaded = cute.make_tensor(source, cute.make_layout(COLUMNS)).load().to(Float32)
-                    total.store(total.load() + loaded * weight)
-                rounded = cute.make_rmem_tensor(cute.make_layout(COLUMNS), self.element)
-                rounded.store(total.load().to(self.element))
-                cute.autovec_copy(rounded, cute.make_tensor((to + column).align(8), cute.make_layout(COLUMNS)))
 
     @cute.kernel
     def kernel(
@@ -98,38 +115,64 @@ class MergeParts:
         sinks: Any,
         out: cute.Pointer,
         lse: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32],
+        integers: tuple[Int32, Int32, Int32],
+        strides: tuple[Int64, Int64],
+        divisors: tuple[Any, Any],
     ) -> None:
-        """The text of the module says who does what."""
+        """The text of the module says who does what; `strides` are rows of a part, and of all parts of a batch row."""
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        rows, parts, queries, heads, group = sizes
-        row = block * (self.threads // WARP) + cute.arch.make_warp_uniform(thread // WARP)
-        if row < rows:
-            head, of_batch = row % heads, row // heads // queries
-            query = row // heads % queries
-            stride = Int64(queries) * heads
-            packed = (query * group + head % group) * (heads // group) + head // group
-            first = Int64(of_batch) * parts * stride + packed
-            sink = None
+        place, head, _ = cute.arch.block_idx()  # (batch row, query), head
+        _, heads, _ = cute.arch.grid_dim()
+        warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+        (parts, group, kv_heads), (stride, of_batch), (queries, by_group) = integers, strides, divisors
+        row = Int64(place) * heads + head
+        batch, query = divmod(place, queries)
+        kv_head, member = divmod(head, by_group)
+        first = batch * of_batch + Int64(query * group + member) * kv_heads + kv_head
+        if cutlass.const_expr(self.has_sinks):
+            sink = read(sinks, head)
+        sums = cute.make_rmem_tensor(cute.make_layout(self.spans * COLUMNS), Float32)
+        rows = cute.recast_ptr(parts_out, dtype=Int64) + first * self.vectors
+        highest, total = self.sum_share(rows, parts_lse + first, stride, parts, sums)
+        memory = cutlass.memory.SmemAllocator()
+        shares = cute.make_tensor(
+            memory.allocate_array(Float32, self.warps * self.spans * COLUMNS * WARP),
+            cute.make_layout((self.spans * COLUMNS, WARP, self.warps)),
+        )
+        statistics = cute.make_tensor(memory.allocate_array(Float32, 2 * self.warps), cute.make_layout((2, self.warps)))
+        cute.autovec_copy(sums, shares[None, lane, warp])
+        if lane == 0:
+            statistics[0, warp], statistics[1, warp] = highest, total
+        cute.arch.sync_threads()
+        if warp == 0:
+            lses, totals = ([statistics[which, one] for one in range(self.warps)] for which in range(2))
             if cutlass.const_expr(self.has_sinks):
-                sink = read(sinks, head)
-            highest, total = self.weigh(parts_lse + first, sink, parts, stride)
+                lses, totals = [*lses, sink], [*totals, Float32(1.0)]
+            highest, weights = weigh(lses)
+            total = functools.reduce(operator.add, (one * weight for one, weight in zip(totals, weights, strict=True)))
             is_empty = total == Float32(0.0)
-            factor = 1.0 / cutlass.select_(is_empty, Float32(1.0), total)
-            to = out + Int64(row) * self.value_dim
-            source = parts_out + first * self.value_dim
-            self.add_columns(source, parts_lse + first, to, (stride, (highest, factor)), parts)
-            if thread % WARP == 0:
-                merged = highest + _log2(total) / LOG2_E
-                write(lse, row, cutlass.select_(is_empty, -Float32.inf, merged))
+            factor = cute.arch.rcp_approx(cutlass.select_(is_empty, Float32(1.0), total))
+            merged = cute.make_rmem_tensor(cute.make_layout((COLUMNS, self.spans)), self.element)
+            for column in cutlass.range_constexpr(self.spans * COLUMNS):
+                one = functools.reduce(
+                    operator.add, (shares[column, lane, index] * weights[index] for index in range(self.warps))
+                )
+                merged[column] = (one * factor).to(self.element)
+            vectors = cute.recast_tensor(merged, Int64)
+            to = cute.recast_ptr(out, dtype=Int64) + row * self.vectors
+            for span in cutlass.range_constexpr(self.spans):
+                vector = span * WARP + lane
+                if vector < self.vectors:
+                    write(to, vector, vectors[span])
+            if lane == 0:
+                found = finite_or_zero(highest) + _log2(total) * LN_2
+                write(lse, row, cutlass.select_(is_empty, -Float32.inf, found))
 
     @cute.jit
-    def host(
-        self, parts_out: cute.Pointer, parts_lse: cute.Pointer, sinks: Any, out: Any, lse: Any, sizes: Any
-    ) -> None:
+    def host(self, pointers: tuple[Any, ...], integers: Any, strides: Any, divisors: tuple[Int32, ...]) -> None:
         """Exists for the compiler only: the package's own runtime launches the kernel."""
-        self.kernel(parts_out, parts_lse, sinks, out, lse, sizes).launch(grid=(1, 1, 1), block=(self.threads, 1, 1))
+        by = tuple(cute.FastDivmodDivisor(one) for one in divisors)
+        self.kernel(*pointers, integers, strides, by).launch(grid=(1, 1, 1), block=(self.warps * WARP, 1, 1))
 
 
 def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -140,4 +183,5 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return make_ptr(kind, alignment, cute.AddressSpace.gmem, assumed_align=alignment)
 
     rows, floats = pointer(made.element, 16), pointer(Float32, 4)
-    return made.host, (rows, floats, floats if made.has_sinks else None, rows, floats, (Int32(1),) * 5)
+    pointers = (rows, floats, floats if made.has_sinks else None, rows, floats)
+    return made.host, (pointers, (Int32(1),) * 3, (Int64(1),) * 2, (Int32(1),) * 2)

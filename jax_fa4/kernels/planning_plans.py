@@ -18,7 +18,7 @@ from jax_fa4.kernels.plan import (
 MOST_COLUMNS = 1 << 18  # three words of shared memory for 32 columns: 96 KiB
 MOST_BATCH, MOST_SECTIONS = 1024, 2048
 HIDE_WARPS = 8  # a thread for each row of a tile
-MERGE_WARPS = 4
+MERGE_WARPS = 4  # with four parts each, 16 are loaded at once
 MERGED_DTYPES = ("bfloat16", "float16")
 SIDES = ("query", "key")
 ROW_RESULTS = ("lo", "hi", "exact", "bounds", "clocks")
@@ -148,7 +148,7 @@ def merge_parts_plan(architecture: str, dtype: str, value_dim: int, *, sinks: bo
             "multiples of 8 up to 256."
         )
     operands = ("parts_out", "parts_lse", *(["sinks"] if sinks else []))
-    sizes = ("rows", "parts", "queries", "heads", "group")
+    sizes, strides, divisors = ("parts", "group", "kv_heads"), ("part_rows", "batch_rows"), ("queries", "group")
     return KernelPlan(
         kernel="merge_parts",
         architecture=architecture,
@@ -156,13 +156,19 @@ def merge_parts_plan(architecture: str, dtype: str, value_dim: int, *, sinks: bo
         options=(("dtype", dtype), ("value_dim", value_dim), ("sinks", sinks)),
         operands=operands,
         results=("out", "lse"),
-        integers=sizes,
+        integers=(*sizes, *strides, "batch", "queries", "heads"),
         parameters=(
             *(Parameter("operand", name) for name in operands),
             Parameter("result", "out"),
             Parameter("result", "lse"),
             *(Parameter("int32", name) for name in sizes),
+            *(Parameter("int64", name) for name in strides),
+            *(Parameter("divisor", name) for name in divisors),
         ),
-        grid=(Extent((("rows", MERGE_WARPS),)), Extent(), Extent()),
-        roles=(Role("rows", MERGE_WARPS),),
+        grid=(Extent((("batch", 1), ("queries", 1))), Extent((("heads", 1),)), Extent()),
+        roles=(Role("parts", MERGE_WARPS),),
+        shared=(
+            SharedBuffer("shares", MERGE_WARPS * -(-value_dim // 128) * 128 * 4),
+            SharedBuffer("statistics", MERGE_WARPS * 2 * 4),
+        ),
     )

@@ -211,7 +211,7 @@ def forward_table(
       of JAX arrays where one is not.
     """
     grid = forward_grid(problem, query_tile, key_tile, arch, ctas=ctas)
-    return _table(problem, operands, grid, policy, 0)
+    return work_table(problem, operands, grid, policy, 0)
 
 
 def backward_table(
@@ -227,13 +227,13 @@ def backward_table(
 ) -> WorkTable:
     """The schedule of a backward pass; see `backward_grid` for the arguments and `forward_table` for the result."""
     grid = backward_grid(problem, query_tile, key_tile, arch, ctas=ctas, whole_group=whole_group)
-    return _table(problem, operands, grid, policy, 1)
+    return work_table(problem, operands, grid, policy, 1)
 
 
-def _table(
+def work_table(
     problem: AttentionProblem, operands: AttentionOperands, grid: WorkGrid, policy: Policy, direction: int
 ) -> WorkTable:
-    """The table of the forward (0) or backward (1) pass: the plan's, a kept one, or one made here."""
+    """The table of a grid, for the forward (0) or backward (1) pass: the plan's, a kept one, or one made here."""
     items = (operands.forward_items, operands.backward_items)[direction]
     planned = problem.planned[direction]
     if items is not None and planned == grid and policy is Policy.LONGEST_FIRST:

@@ -144,7 +144,7 @@ class Context:
     item: WorkItem
     visible: Band | RowIntervals
     ids: Any  # SegmentIds, or None where nothing compares them
-    heads: Int32
+    lse_strides: tuple[Int32, Int32, Int32]  # in elements, of batch rows, rows and heads
     query: cute.Tensor
     key: cute.Tensor
     value: cute.Tensor
@@ -170,11 +170,14 @@ def _tiles_of(tensor_map: cute.CopyAtom, buffer: cute.Tensor, rows: int, head: I
 class Load:
     """Warp 0: the query tile once, then keys and values through their rings, the keys one step ahead."""
 
-    def __init__(self, context: Context, maps: tuple[Any, ...], hidden_tiles: Any, kv_head: Int32) -> None:
+    def __init__(
+        self, context: Context, maps: tuple[Any, ...], hidden_tiles: Any, group_size: Any, query_copies: Any
+    ) -> None:
         shape, item = context.shape, context.item
         self.context, self.hidden_tiles = context, hidden_tiles
         self.query_map, self.key_map, self.value_map, self.hidden_map = maps
-        self.query = _tiles_of(self.query_map, context.query, GROUP_ROWS, item.head, item.batch)
+        kv_head, query_batch = item.head // group_size, item.batch // query_copies
+        self.query = _tiles_of(self.query_map, context.query, GROUP_ROWS, item.head, query_batch)
         self.key = _tiles_of(self.key_map, context.key, shape.key_tile, kv_head, item.batch)
         self.value = _tiles_of(self.value_map, context.value, shape.key_tile, kv_head, item.batch)
 
@@ -396,11 +399,12 @@ class Attend:
             cute.copy(out_map, buffer[None, self.group], tiles[None, item.query_tile * shape.groups + self.group])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+        by_batch, by_row, by_head = context.lse_strides
         if self.lane % 4 == 0:
             for half in cutlass.range_constexpr(2):
                 row = self.row + 8 * half
                 if row < context.visible.queries:
-                    place = (Int64(item.batch) * context.visible.queries + row) * context.heads + item.head
+                    place = Int64(item.batch) * by_batch + Int64(row) * by_row + item.head * by_head
                     cute.make_tensor(lse + place, cute.make_layout(1))[0] = closing[half][1]
 
 
@@ -429,12 +433,16 @@ class HopperForward:
         queries: Int32,
         keys: Int32,
         heads: Int32,
-        kv_heads: Int32,
         offset: Int32,
         left: Int32,
         right: Int32,
         section_heads: Int32,
         interval_stride: Int32,
+        lse_batch_stride: Int32,
+        lse_row_stride: Int32,
+        lse_head_stride: Int32,
+        group_size: cute.FastDivmodDivisor,
+        query_copies: cute.FastDivmodDivisor,
         scale_log2: Float32,
         slack: Float32,
         cap_log2: Float32,
@@ -465,7 +473,7 @@ class HopperForward:
         if cutlass.const_expr(shape.has_ids):
             first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
             ids = SegmentIds(query_ids + first_query, key_ids + first_key, queries, keys)
-        context = self.allocate(item, visible, ids, heads)
+        context = self.allocate(item, visible, ids, (lse_batch_stride, lse_row_stride, lse_head_stride))
         if this_warp == 0:
             with cute.arch.elect_one():
                 for group in range(shape.groups):
@@ -478,7 +486,7 @@ class HopperForward:
             cute.arch.setmaxregister_decrease(shape.load_registers)
             if this_warp == 0:
                 maps = query_map, key_map, value_map, hidden_map
-                Load(context, maps, hidden_tiles, item.head // (heads // kv_heads)).run()
+                Load(context, maps, hidden_tiles, group_size, query_copies).run()
         else:
             cute.arch.setmaxregister_increase(shape.attend_registers)
             softmax = SoftmaxRows.create(scale_log2, slack)
@@ -486,7 +494,13 @@ class HopperForward:
             attend.run()
             attend.store(out_map, lse, sinks)
 
-    def allocate(self, item: WorkItem, visible: Band | RowIntervals, ids: SegmentIds | None, heads: Int32) -> Context:
+    def allocate(
+        self,
+        item: WorkItem,
+        visible: Band | RowIntervals,
+        ids: SegmentIds | None,
+        lse_strides: tuple[Int32, Int32, Int32],
+    ) -> Context:
         """Lay out shared memory in the plan's order: query, keys, values, barriers."""
         shape = self.shape
         memory = cutlass.memory.SmemAllocator()
@@ -500,7 +514,7 @@ class HopperForward:
         stage_bytes = shape.key_tile * shape.row_bytes
         keys = Ring(barriers + shape.groups, shape.stages, stage_bytes)
         values = Ring(barriers + shape.groups + 2 * shape.stages, shape.stages, stage_bytes)
-        return Context(shape, item, visible, ids, heads, query, key, value, barriers, keys, values)
+        return Context(shape, item, visible, ids, lse_strides, query, key, value, barriers, keys, values)
 
     def tensor_map(self, operation: Any, pointer: cute.Pointer, rows: int) -> cute.CopyAtom:
         """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""
@@ -516,6 +530,7 @@ class HopperForward:
         tensors: tuple[cute.Pointer, ...],
         pointers: tuple[Any, ...],
         integers: tuple[Int32, ...],
+        divisors: tuple[Int32, ...],
         floats: tuple[Float32, ...],
     ) -> None:
         """Exists for the compiler only: the package's own runtime launches the kernel."""
@@ -530,7 +545,7 @@ class HopperForward:
             self.tensor_map(load, value, shape.key_tile) if shape.intervals else None,
         )
         threads = (1 + shape.groups) * GROUP_THREADS
-        self.kernel(*maps, *pointers, *integers, *floats).launch(
+        self.kernel(*maps, *pointers, *integers, *(cute.FastDivmodDivisor(one) for one in divisors), *floats).launch(
             grid=(1, 1, 1), block=(threads, 1, 1), min_blocks_per_mp=1
         )
 
@@ -547,4 +562,4 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     table = (pointer(Int32, 4),) * 4 if forward.shape.intervals else (None,) * 4
     ids = (pointer(Int32, 4),) * 2 if forward.shape.has_ids else (None,) * 2
     pointers = (pointer(Float32, 4), sinks, *table, *ids)
-    return forward.host, (tensors, pointers, (Int32(1),) * 9, (Float32(1.0),) * 3)
+    return forward.host, (tensors, pointers, (Int32(1),) * 11, (Int32(1),) * 2, (Float32(1.0),) * 3)

@@ -24,12 +24,13 @@ WARPS_PER_GROUP = 4
 Mask = Literal["causal", "window", "intervals", "ids"]
 # Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need.
 SCALARS = (
-    *("query_length", "key_length", "heads", "kv_heads", "offset", "left", "right", "section_heads"),
-    "interval_stride",
+    *("query_length", "key_length", "heads", "offset", "left", "right", "section_heads"),
+    *("interval_stride", "lse_batch_stride", "lse_row_stride", "lse_head_stride"),
 )
+DIVISORS = ("group_size", "query_copies")
 SIZES = (
-    *("batch", "sections", "items", "head_dim", "value_dim", "head_bytes", "value_head_bytes"),
-    *(f"{name}_{what}_bytes" for name in ("query", "key", "value", "out") for what in ("row", "batch")),
+    *(*DIVISORS, "kv_heads", "batch", "query_batch", "sections", "items", "head_dim", "value_dim"),
+    *(f"{name}_{what}_bytes" for name in ("query", "key", "value", "out") for what in ("row", "head", "batch")),
 )
 FLOATS = ("scale_log2", "slack", "cap_log2")
 MASKS: tuple[Mask, ...] = ("causal", "window", "intervals", "ids")
@@ -77,27 +78,23 @@ def _tensor_maps(dtype: str, head_dim: int, tiles: Tiles, is_table: bool) -> tup
     What a box has beyond the tensor is filled with zeros, or not written: so dims below the kernel's are padded.
     """
     box_columns = 64 if head_dim % 64 == 0 else 32
-    value = ("value_dim", "value_head_bytes", "key", "kv_heads", tiles.key_tile)
+    of_values = ("value", "value_dim", "key_length", "kv_heads", "batch", tiles.key_tile)
     return tuple(
         TensorMap(
             name=name,
             buffer=name,
             element=dtype,
-            extents=(dim, f"{side}_length", heads, "batch"),
-            strides_bytes=(
-                f"{name.removeprefix('hidden_')}_row_bytes",
-                head_bytes,
-                f"{name.removeprefix('hidden_')}_batch_bytes",
-            ),
+            extents=(dim, length, heads, batch),
+            strides_bytes=(f"{like}_row_bytes", f"{like}_head_bytes", f"{like}_batch_bytes"),
             box=(box_columns, rows, 1, 1),
             swizzle_bytes=box_columns * DTYPES[dtype],
         )
-        for name, dim, head_bytes, side, heads, rows in (
-            ("query", "head_dim", "head_bytes", "query", "heads", GROUP_ROWS),
-            ("key", "head_dim", "head_bytes", "key", "kv_heads", tiles.key_tile),
-            ("value", *value),
-            ("out", "value_dim", "value_head_bytes", "query", "heads", GROUP_ROWS),
-            *([("hidden_value", *value)] if is_table else []),
+        for name, like, dim, length, heads, batch, rows in (
+            ("query", "query", "head_dim", "query_length", "heads", "query_batch", GROUP_ROWS),
+            ("key", "key", "head_dim", "key_length", "kv_heads", "batch", tiles.key_tile),
+            ("value", *of_values),
+            ("out", "out", "value_dim", "query_length", "heads", "batch", GROUP_ROWS),
+            *([("hidden_value", *of_values)] if is_table else []),
         )
     )
 
@@ -180,6 +177,7 @@ def forward_plan(
             Parameter("result", "lse"),
             *(Parameter("operand", name) for name in pointers),
             *(Parameter("int32", name) for name in SCALARS),
+            *(Parameter("divisor", name) for name in DIVISORS),
             *(Parameter("float32", name) for name in FLOATS),
         ),
         grid=grid,

@@ -14,6 +14,8 @@ import pytest
 
 import jax_fa4
 from jax_fa4 import arguments, emulator
+from jax_fa4.ffi import launch
+from jax_fa4.ffi.hopper_forward import hopper_forward
 from jax_fa4.kernels import build
 from tests.kernels.forward_checks import compare, draw
 
@@ -137,6 +139,18 @@ def test_few_queries_of_a_group_share_a_tile(length: int, options: dict[str, Any
     emulator.statistics()
     check(draw(12, (17, length, 16, 64), 100, 2, "bfloat16"), **options)
     assert emulator.statistics()[-1]["grid"] == [34, 1, 1]  # after kernels that prepare the mask
+
+
+@pytest.mark.parametrize("options", [{}, {"key_value_seq_lengths": jnp.array([70, 9])}], ids=["none", "traced lengths"])
+@pytest.mark.parametrize(("length", "heads"), [(1, (6, 2)), (3, (6, 1)), (3, (6, 2)), (50, (6, 2))], ids=str)
+def test_packed_heads(length: int, heads: tuple[int, int], options: dict[str, Any]) -> None:
+    """Read and written by strides where there is one query or one KV head, else turned; more rows than a tile has."""
+    tensors = draw(13, (2, length, heads[0], 64), 90, heads[1], "bfloat16")
+    call, driver = arguments.read_call(*tensors, **options), launch.emulated_driver((9, 0))
+    out, lse = jax.jit(lambda operands: hopper_forward(call.problem, operands, packed=True, driver=driver))(
+        call.operands
+    )
+    compare(call, out, lse)
 
 
 @needs_compiler

@@ -16,6 +16,7 @@ from jax_fa4.ffi.forward_call import mask_kind
 from jax_fa4.ffi.launch import LaunchError, call_integers
 from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, Tiles, forward_plan, padded_head_dim
 from jax_fa4.kernels.plan import KernelPlan, PlanError
+from jax_fa4.splitting import Split, problem_of
 
 
 def read(shape: tuple[int, int, int, int], key_length: int, kv_heads: int, **options: Any) -> arguments.Call:
@@ -91,6 +92,21 @@ def test_integers_of_a_call() -> None:
     assert values["key_batch_bytes"] == 777 * 2 * 40 * 2
     assert (values["section_heads"], values["sections"]) == (18, 1)
     assert list(call_integers(plan, integers)[-3:]) == [18, 6, 1]
+
+
+def test_strides_of_packed_heads() -> None:
+    """Rows of one query's heads lie a head apart; parts read the queries of their batch row; results as asked for."""
+    problem = read((3, 1, 6, 40), 600, 2).problem
+    integers = wrapper.forward_call(problem, packed=True).integers()
+    assert (integers["query_row_bytes"], integers["query_head_bytes"], integers["query_batch_bytes"]) == (80, 240, 480)
+    assert (integers["out_row_bytes"], integers["out_head_bytes"]) == (80, 240)
+    assert (integers["lse_row_stride"], integers["lse_head_stride"], integers["query_copies"]) == (1, 3, 1)
+    parts = wrapper.forward_call(problem_of(problem, Split(5, True))).integers()
+    assert (parts["query_row_bytes"], parts["query_head_bytes"], parts["out_row_bytes"]) == (80, 240, 160)
+    assert (parts["query_copies"], parts["query_batch"], parts["batch"]) == (5, 3, 15)
+    assert (parts["lse_row_stride"], parts["lse_head_stride"]) == (2, 1)
+    several = wrapper.forward_call(problem_of(read((3, 2, 6, 40), 600, 2).problem, Split(5, True))).integers()
+    assert (several["query_row_bytes"], several["query_head_bytes"], several["query_copies"]) == (160, 80, 5)
 
 
 @pytest.mark.parametrize(
