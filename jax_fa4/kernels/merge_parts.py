@@ -73,7 +73,7 @@ class MergeParts:
         there are no more."""
         lses = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
         loaded = cute.make_rmem_tensor(cute.make_layout((self.spans, CHUNK)), Int64)
-        lses.fill(-Float32.inf)
+        lses.fill(Float32(-math.inf))
         loaded.fill(0)
         for index in cutlass.range_constexpr(CHUNK):
             if index * self.warps < parts:
@@ -93,7 +93,7 @@ class MergeParts:
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
         highest, total = -Float32.inf, Float32(0.0)
-        sums.fill(0.0)
+        sums.fill(Float32(0.0))
         for part in cutlass.range(warp, parts, self.warps * CHUNK, unroll=1):
             place = stride * part
             lses, loaded = self.load(rows + place * self.vectors, lse + place, stride, parts - part, lane)
@@ -128,16 +128,16 @@ class MergeParts:
         row = Int64(place) * heads + head
         batch, query = divmod(place, queries)
         kv_head, member = divmod(head, by_group)
-        first = batch * of_batch + Int64(query * group + member) * kv_heads + kv_head
+        first = Int64(batch) * of_batch + Int64(query * group + member) * kv_heads + kv_head
+        sink = None
         if cutlass.const_expr(self.has_sinks):
             sink = read(sinks, head)
         sums = cute.make_rmem_tensor(cute.make_layout(self.spans * COLUMNS), Float32)
         rows = cute.recast_ptr(parts_out, dtype=Int64) + first * self.vectors
         highest, total = self.sum_share(rows, parts_lse + first, stride, parts, sums)
-        memory = cutlass.memory.SmemAllocator()
+        memory, width = cutlass.memory.SmemAllocator(), self.spans * COLUMNS
         shares = cute.make_tensor(
-            memory.allocate_array(Float32, self.warps * self.spans * COLUMNS * WARP),
-            cute.make_layout((self.spans * COLUMNS, WARP, self.warps)),
+            memory.allocate_array(Float32, self.warps * width * WARP), cute.make_layout((width, WARP, self.warps))
         )
         statistics = cute.make_tensor(memory.allocate_array(Float32, 2 * self.warps), cute.make_layout((2, self.warps)))
         cute.autovec_copy(sums, shares[None, lane, warp])
@@ -145,28 +145,33 @@ class MergeParts:
             statistics[0, warp], statistics[1, warp] = highest, total
         cute.arch.sync_threads()
         if warp == 0:
-            lses, totals = ([statistics[which, one] for one in range(self.warps)] for which in range(2))
-            if cutlass.const_expr(self.has_sinks):
-                lses, totals = [*lses, sink], [*totals, Float32(1.0)]
-            highest, weights = weigh(lses)
-            total = functools.reduce(operator.add, (one * weight for one, weight in zip(totals, weights, strict=True)))
-            is_empty = total == Float32(0.0)
-            factor = cute.arch.rcp_approx(cutlass.select_(is_empty, Float32(1.0), total))
-            merged = cute.make_rmem_tensor(cute.make_layout((COLUMNS, self.spans)), self.element)
-            for column in cutlass.range_constexpr(self.spans * COLUMNS):
-                one = functools.reduce(
-                    operator.add, (shares[column, lane, index] * weights[index] for index in range(self.warps))
-                )
-                merged[column] = (one * factor).to(self.element)
-            vectors = cute.recast_tensor(merged, Int64)
-            to = cute.recast_ptr(out, dtype=Int64) + row * self.vectors
-            for span in cutlass.range_constexpr(self.spans):
-                vector = span * WARP + lane
-                if vector < self.vectors:
-                    write(to, vector, vectors[span])
+            found = self.merge(shares[None, lane, None], statistics, sink, out, row)
             if lane == 0:
-                found = finite_or_zero(highest) + _log2(total) * LN_2
-                write(lse, row, cutlass.select_(is_empty, -Float32.inf, found))
+                write(lse, row, found)
+
+    @cute.jit
+    def merge(self, shares: cute.Tensor, statistics: cute.Tensor, sink: Any, out: cute.Pointer, row: Int64) -> Any:
+        """Writes a lane's columns of the mean of the shares, (columns, warps); returns the row's log-sum-exp."""
+        lses, totals = ([statistics[which, one] for one in range(self.warps)] for which in range(2))
+        if cutlass.const_expr(self.has_sinks):
+            lses, totals = [*lses, sink], [*totals, Float32(1.0)]
+        highest, weights = weigh(lses)
+        total = functools.reduce(operator.add, (one * weight for one, weight in zip(totals, weights, strict=True)))
+        is_empty = total == Float32(0.0)
+        factor = cute.arch.rcp_approx(cutlass.select_(is_empty, Float32(1.0), total))
+        mean = cute.make_rmem_tensor(cute.make_layout((COLUMNS, self.spans)), self.element)
+        for column in cutlass.range_constexpr(self.spans * COLUMNS):
+            weighted = (shares[column, index] * weights[index] for index in range(self.warps))
+            mean[column] = (functools.reduce(operator.add, weighted) * factor).to(self.element)
+        vectors = cute.recast_tensor(mean, Int64)
+        to = cute.recast_ptr(out, dtype=Int64) + row * self.vectors
+        thread, _, _ = cute.arch.thread_idx()
+        for span in cutlass.range_constexpr(self.spans):
+            vector = span * WARP + thread % WARP
+            if vector < self.vectors:
+                write(to, vector, vectors[span])
+        merged = finite_or_zero(highest) + _log2(total) * LN_2
+        return cutlass.select_(is_empty, -Float32.inf, merged)
 
     @cute.jit
     def host(self, pointers: tuple[Any, ...], integers: Any, strides: Any, divisors: tuple[Int32, ...]) -> None:
