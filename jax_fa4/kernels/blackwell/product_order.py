@@ -59,10 +59,13 @@ PAIR = {
 }
 
 
+# Where S, dP and dQ share columns, dP waits for probs, and dV after it need not.
+SERIAL = SINGLE | {"dV": Issue("grad_value", True, (), ("grad_out_free",))}
 # As a pair, but where shared memory is full: rows and columns of queries take turns in one buffer, and the half of dS
 # that leaves lies over the rows of output gradients, which are loaded anew when dQ has both halves.
 SHARING_PAIR = PAIR | {
     "dP": Issue("grad_probs", True, (Wait("grad_out_landed"),), ("grad_probs_ready",)),
+    "dV": Issue("grad_value", True, (Wait("grad_out_columns_landed"),), ("grad_out_columns_free",)),
     "dQ": Issue("grad_query", False, (Wait("grad_scores_exchanged"),), ("grad_query_ready", "grad_out_free")),
 }
 
@@ -91,7 +94,7 @@ ORDERS: dict[str, tuple[Issue, ...]] = {
         PAIR,
     ),
     # S, dP and dQ share columns: one tile after the other.
-    "serial": _body("dK dQ S dP dV", {"S": (Wait("grad_query_drained", 1),), "dP": (Wait("probs_ready"),)}),
+    "serial": _body("dK dQ S dP dV", {"S": (Wait("grad_query_drained", 1),), "dP": (Wait("probs_ready"),)}, SERIAL),
     "pair_serial": _body(
         "dK dQ S dP dV", {"S": (Wait("grad_query_drained", 1),), "dP": (Wait("probs_ready"),)}, SHARING_PAIR
     ),

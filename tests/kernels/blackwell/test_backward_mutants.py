@@ -45,7 +45,6 @@ IMPLIED: dict[int, dict[tuple[str, str], int]] = {
     },
     192: IN_ORDER
     | {
-        ("wait", "probs_ready"): 2,  # of dV: dP has waited for the same
         ("wait", "statistics_free"): 1,  # dK, for which the load has waited, comes after those were read
         ("wait", "grad_out_columns_free"): 1,  # dQ, for which the load has waited, comes after dV
         ("commit", "query_columns_free"): 1,  # end
