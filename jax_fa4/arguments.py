@@ -205,6 +205,11 @@ def _read_sizes(query: jax.Array, key: jax.Array, value: jax.Array) -> Sizes:
     for name, shape in shapes.items():
         if len(shape) < 3:
             raise ValueError(f"{name} has shape {shape}. It must have 3 dimensions or more, {letters[name]}.")
+        if not all(isinstance(size, int) for size in shape):
+            raise ValueError(
+                f"{name} has shape {shape}, in which a size is a symbol. Sizes that are numbers when the call is "
+                "traced are accepted; export a program for each."
+            )
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
             raise TypeError(

@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax_fa4 import dispatch, partitioning
 from jax_fa4.dispatch import DifferentiableOnce, Implementation, Target
 from jax_fa4.problem import AttentionOperands, AttentionProblem
+from jax_fa4.promotion import usual_promotion
 from jax_fa4.reference import reference
 from jax_fa4.reverse_only import reverse_only
 from jax_fa4.varying import vary_alike
@@ -29,6 +30,7 @@ FLOATING = ("query", "key", "value", "bias", "sinks", "scale")  # operands that 
 Pair = tuple[jax.Array, jax.Array]  # the output (B, T, N, Dv) and the log-sum-exp (B, T, N), or their cotangents
 
 
+@usual_promotion()
 def attend(
     implementation: Implementation, problem: AttentionProblem, target: Target, operands: AttentionOperands
 ) -> Pair:
@@ -72,6 +74,7 @@ def _attention_forward(
     return results, (operands, results)
 
 
+@usual_promotion()
 def _attention_backward(
     implementation: DifferentiableOnce,
     problem: AttentionProblem,
@@ -129,6 +132,7 @@ def _forward(
         return partitioning.forward(implementation, problem, target, operands)
 
     @call.def_vmap
+    @usual_promotion()
     def rule(copies: int, is_mapped: list[AttentionOperands], operands: AttentionOperands) -> tuple[Pair, Any]:
         (mapped,) = is_mapped
         if mapped.sinks or mapped.scale:
@@ -159,6 +163,7 @@ def _backward(
         return partitioning.backward(implementation, problem, target, operands, results, grads)
 
     @call.def_vmap
+    @usual_promotion()
     def rule(
         copies: int, is_mapped: list[Any], operands: AttentionOperands, results: Pair, grads: Pair
     ) -> tuple[AttentionOperands, AttentionOperands]:

@@ -35,6 +35,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax_fa4 import dispatch
 from jax_fa4.dispatch import DifferentiableOnce, Target
 from jax_fa4.problem import NO_CONSTANTS, AttentionOperands, AttentionProblem
+from jax_fa4.promotion import usual_promotion
 from jax_fa4.ring import Ring, from_zigzag, to_zigzag
 from jax_fa4.ring_steps import chunks_of, plan_steps, slowest_work
 
@@ -166,11 +167,11 @@ def _operands_of(names: Sequence[str], arrays: Sequence[Array]) -> tuple[Attenti
 
 
 # The passes are jitted inside, so that arrays which they make from NumPy stay in the inner program: a partitioned call
-# may not have constants of its own.
+# may not have constants of its own. So also where the caller has switched jit off, to look into a program of theirs.
 @functools.partial(custom_partitioning, static_argnums=(0,))
 def _forward_call(static: _Static, *arrays: Array) -> tuple[Array, Array]:
     operands, _ = _operands_of(static.names, arrays)
-    with dispatch.target(static.target):
+    with dispatch.target(static.target), jax.disable_jit(False):
         return jax.jit(functools.partial(static.implementation.forward, static.problem))(operands)
 
 
@@ -178,7 +179,7 @@ def _forward_call(static: _Static, *arrays: Array) -> tuple[Array, Array]:
 def _backward_call(static: _Static, *arrays: Array) -> tuple[Array, ...]:
     operands, rest = _operands_of(static.names, arrays)
     due = {name: getattr(operands, name) for name in static.results}
-    with dispatch.target(static.target):
+    with dispatch.target(static.target), jax.disable_jit(False):
         cotangents = jax.jit(functools.partial(static.implementation.backward, static.problem))(operands, *rest)
     return tuple(getattr(_cast(cotangents, due), name) for name in static.results)
 
@@ -445,6 +446,7 @@ class _Share:
 
 # Traced once for all layers of a model: the compiler asks for each of them.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@usual_promotion()
 def _compute(
     direction: str, static: _Static, split: Split, shapes: tuple[tuple[int, ...], ...], *arrays: Array
 ) -> tuple[Array, ...]:

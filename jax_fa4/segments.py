@@ -24,6 +24,7 @@ import numpy as np
 from jax_fa4 import arguments, dispatch
 from jax_fa4.arguments import Call
 from jax_fa4.problem import NO_GRIDS, AttentionProblem, HostArray, PlannedGrids, interval_operands
+from jax_fa4.promotion import usual_promotion
 from jax_fa4.schedule.order import item_tables
 from jax_fa4.schedule.tiles import Intervals, MaskOperands, MaskRule, key_intervals, query_intervals
 
@@ -162,6 +163,7 @@ def plan_segments(
     return _plan_traced(mask.rule, described, grids, mask.leading, *ids, dispatch.planners(names, target, ids))
 
 
+@usual_promotion()
 def _plan(
     rule: MaskRule,
     heads: Heads | None,

@@ -199,3 +199,49 @@ def test_donated_operands():
     want = jax_fa4.attention(query, key, value)
     run = jax.jit(jax_fa4.attention, donate_argnums=0)
     np.testing.assert_allclose(run(query + 0, key, value), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(
+    "configured",
+    [
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.disable_jit(),
+        lambda: jax.debug_nans(True),
+    ],
+    ids=["rank_promotion", "dtype_promotion", "disable_jit", "debug_nans"],
+)
+def test_configurations_that_look_for_faults(implementation, planned, configured):
+    """What a caller switches on to find faults of their own."""
+    query, key, value = draw((B, T, N, D), (B, T, K, D), (B, T, K, D))
+    ids, sinks = jnp.sort(jnp.arange(B * T).reshape(B, T) % 3 - 1), jnp.ones(N)
+
+    def loss(query, sinks):
+        plan = jax_fa4.plan_segments(ids, is_causal=True) if planned else ids
+        lengths = {} if planned else {"key_value_seq_lengths": jnp.full(B, T - 1)}
+        options = {
+            "is_causal": True,
+            "logits_soft_cap": 9.0,
+            "sinks": sinks,
+            "implementation": implementation,
+            **lengths,
+        }
+        return jnp.sum(jax_fa4.attention(query, key, value, segment_ids=plan, **options) ** 2)
+
+    def gradients():
+        alone = jax.grad(loss, (0, 1))(query, sinks)
+        return alone, jax.vmap(jax.jit(jax.grad(loss)), in_axes=(0, None))(query[None], sinks)
+
+    want = gradients()
+    with configured():
+        found = gradients()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want)
+
+
+def test_sizes_that_are_symbols_are_refused():
+    (batch,) = jax.export.symbolic_shape("b")
+    query = jax.ShapeDtypeStruct((batch, T, N, D), jnp.float32)
+    with pytest.raises(ValueError, match=r"query has shape \(b, .* a size is a symbol\. .* export a program for each"):
+        jax.export.export(jax.jit(lambda one: jax_fa4.attention(one, one, one)))(query)
