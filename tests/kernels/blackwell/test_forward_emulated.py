@@ -91,6 +91,12 @@ def test_heads_that_share_keys_are_packed(query_length: int) -> None:
     check(tensors, is_causal=True, causal_alignment="bottom_right")
 
 
+@pytest.mark.parametrize(("length", "heads"), [(1, (8, 2)), (3, (4, 1)), (2, (2, 2))], ids=str)
+def test_parts_have_the_queries_of_their_batch_row(length: int, heads: tuple[int, int]) -> None:
+    """Queries are copied for each part, and heads turned, since these kernels read no other layout."""
+    check(draw(6, (2, length, heads[0], 64), 300, heads[1], "bfloat16"), key_splits=3)
+
+
 def test_ids_of_keys_past_the_last_that_is_seen() -> None:
     """The kernel leaves such keys out; the ids of the next batch row must not move."""
     ids = [np.random.default_rng(12).integers(0, 4, (2, length)).astype(np.int32) for length in (100, 103)]
