@@ -196,7 +196,8 @@ def _of_mask(
     if problem.deterministic:
         policy = Policy.LAST_FIRST if last_first else Policy.FIRST_FIRST
     table = backward_table(shared, operands, TILE, tiles.rows, GPU, ctas=tiles.ctas, whole_group=True, policy=policy)
-    return backward_mask_buffers(problem, operands, table, tiles.rows, TILE, last_first=last_first)
+    rows = padded_length(problem.query_length)
+    return backward_mask_buffers(problem, operands, table, tiles.rows, TILE, rows, last_first=last_first)
 
 
 def _seen(problem: AttentionProblem, operands: AttentionOperands, grad_out: jax.Array) -> dict[str, jax.Array]:

@@ -19,7 +19,7 @@ from jax_fa4.ffi.forward_call import band_edges, mask_kind, softmax_floats
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, even_section, launch
 from jax_fa4.ffi.mask_buffers import backward_mask_buffers, hide_unseen, zero_unseen
 from jax_fa4.ffi.postprocess import postprocess
-from jax_fa4.ffi.preprocess import Preprocessed, preprocess
+from jax_fa4.ffi.preprocess import ROW_MULTIPLE, Preprocessed, preprocess
 from jax_fa4.kernels import bundle
 from jax_fa4.kernels.hopper.backward_plans import (
     BACKWARD_TILES,
@@ -29,6 +29,7 @@ from jax_fa4.kernels.hopper.backward_plans import (
     backward_plan,
     sum_columns,
     sum_parts,
+    turned_rows,
 )
 from jax_fa4.kernels.hopper.plans import ARCHITECTURE, padded_head_dim
 from jax_fa4.kernels.plan import DTYPES, KernelPlan
@@ -57,12 +58,14 @@ def plan_of(problem: AttentionProblem, tiles: BackwardTiles | None = None) -> Ke
     return _plan(problem, tiles, _splits(problem) > 1)
 
 
-def plans_of(problem: AttentionProblem) -> tuple[KernelPlan, KernelPlan, KernelPlan]:
+def plans_of(
+    problem: AttentionProblem, tiles: BackwardTiles | None = None
+) -> tuple[KernelPlan, KernelPlan, KernelPlan]:
     """The plans of the kernels that run one after another: before, the backward, after."""
-    plan, tiles = plan_of(problem), tiles_of(problem)
+    plan, tiles = plan_of(problem, tiles), tiles or tiles_of(problem)
     width = sum_columns(padded_head_dim(max(problem.head_dim, problem.value_dim)))
-    parts = sum_parts(tiles)
-    before, after = around_backward(ARCHITECTURE, problem.dtype, problem.head_dim, problem.value_dim, width, parts)
+    dims, order = (problem.head_dim, problem.value_dim), (sum_parts(tiles), turned_rows(tiles))
+    before, after = around_backward(ARCHITECTURE, problem.dtype, *dims, width, *order)
     return before, plan, after
 
 
@@ -140,14 +143,14 @@ def _integers(problem: AttentionProblem, shared: AttentionProblem, query_tile: i
 
 
 def _of_mask(
-    problem: AttentionProblem, shared: AttentionProblem, operands: AttentionOperands, query_tile: int
+    problem: AttentionProblem, shared: AttentionProblem, operands: AttentionOperands, query_tile: int, rows: int
 ) -> dict[str, Any]:
-    """The kernel's operands for masks from memory."""
+    """The kernel's operands for masks from memory; `rows` are those of the padded queries."""
     policy = Policy.REVERSED if problem.deterministic else Policy.LONGEST_FIRST
     table = backward_table(
         shared, operands, query_tile, KEY_TILE, ARCHITECTURES["sm_90"], whole_group=True, policy=policy
     )
-    return backward_mask_buffers(problem, operands, table, KEY_TILE, query_tile)
+    return backward_mask_buffers(problem, operands, table, KEY_TILE, query_tile, rows)
 
 
 def _hidden(
@@ -196,7 +199,7 @@ def _launch(
         results["counter"] = _like(buffers["zero_counter"])
         aliases["zero_counter"] = "counter"
     if mask in ("intervals", "ids"):
-        buffers |= _of_mask(problem, shared, operands, tiles.query_tile)
+        buffers |= _of_mask(problem, shared, operands, tiles.query_tile, rows)
         buffers |= _hidden(problem, operands, grad_out, tiles.query_tile, driver)
         integers["interval_stride"] = problem.key_length if buffers["lo"].shape[0] > 1 else 0
         if problem.deterministic and buffers["ranks"].shape[0] > 1:
@@ -262,9 +265,12 @@ def hopper_backward(
         grad_out, grad_lse = zero_unseen(seeing.lo < seeing.hi, grad_out, grad_lse)
     head_dim = padded_head_dim(max(problem.head_dim, problem.value_dim))
     tiles = tiles or tiles_of(problem)
-    width = sum_columns(head_dim)
     prepared = preprocess(
-        out, grad_out, lse, grad_lse, accumulator_width=width, architecture=ARCHITECTURE, driver=driver
+        *(out, grad_out, lse, grad_lse),
+        accumulator_width=sum_columns(head_dim),
+        row_tile=turned_rows(tiles) or ROW_MULTIPLE,
+        architecture=ARCHITECTURE,
+        driver=driver,
     )
     sums, grad_key, grad_value = _launch(problem, operands, grad_out, prepared, tiles, driver)
     grad_query = postprocess(
@@ -275,6 +281,7 @@ def hopper_backward(
         scale=float(problem.scale or 0.0),
         architecture=ARCHITECTURE,
         fragment_parts=sum_parts(tiles),
+        turned_rows=turned_rows(tiles),
         driver=driver,
     )
     return AttentionOperands(grad_query, grad_key, grad_value)

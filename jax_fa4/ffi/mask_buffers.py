@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fa4.ffi.launch import CUDA_DRIVER, launch
-from jax_fa4.ffi.preprocess import padded_length
 from jax_fa4.kernels.planning_plans import hide_rows_plan
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import WorkTable, earlier_items, later_items
@@ -85,19 +84,21 @@ def backward_mask_buffers(
     table: WorkTable,
     key_tile: int,
     query_tile: int,
+    rows: int,
     *,
     last_first: bool = True,
 ) -> dict[str, Any]:
-    """A backward kernel's operands for masks from memory: items of `key_tile` keys, steps of `query_tile` queries.
+    """A backward kernel's operands for masks from memory: items of `key_tile` keys, steps of `query_tile` queries, of
+    which there are `rows` with padding.
 
     Where gradients are deterministic, an item adds after those of later keys, or not `last_first` those of earlier.
     """
-    _, rows = problem.intervals(operands)
-    found: dict[str, Any] = {"item_table": table.items, "lo": rows.lo, "hi": rows.hi}
+    _, seen = problem.intervals(operands)
+    found: dict[str, Any] = {"item_table": table.items, "lo": seen.lo, "hi": seen.hi}
     if problem.deterministic:
-        bounds = tile_bounds(rows, key_tile, query_tile, problem.query_length)
+        bounds = tile_bounds(seen, key_tile, query_tile, problem.query_length)
         before = later_items if last_first else earlier_items
-        found["ranks"] = before(bounds, padded_length(problem.query_length) // query_tile)
+        found["ranks"] = before(bounds, rows // query_tile)
     if problem.has_segment_ids:
         found["query_ids"], found["key_ids"] = whole_ids(problem, operands)
     return found

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, launch
-from jax_fa4.ffi.preprocess import padded_length, sections
+from jax_fa4.ffi.preprocess import ROW_MULTIPLE, sections
 from jax_fa4.kernels.plans import postprocess_plan
 
 
@@ -19,24 +19,26 @@ def postprocess(
     scale: float,
     architecture: str,
     fragment_parts: int = 0,
+    turned_rows: int = 0,
     driver: str = CUDA_DRIVER,
 ) -> jax.Array:
     """Runs the kernel: the sums of the query gradients, scaled and rounded.
 
     accumulator: (B, N, R, W) float32, R the padded query length and W at least head_dim, as `preprocess` makes it and
-    a backward kernel adds to it; fragment_parts: in which order, as `postprocess_plan` takes it. Returns (B,
-    query_length, N, head_dim) in dtype. architecture: one of `ARCHITECTURES`. Raises LaunchError on another shape,
+    a backward kernel adds to it; fragment_parts, turned_rows: in which order, as `postprocess_plan` takes them. Returns
+    (B, query_length, N, head_dim) in dtype. architecture: one of `ARCHITECTURES`. Raises LaunchError on another shape,
     PlanError on a head_dim that is no multiple of 16 bytes, KernelUnavailableError where no binary is at hand.
     """
     batch, heads, rows, width = accumulator.shape
-    if rows != padded_length(query_length) or accumulator.dtype != jnp.float32:
+    tile = turned_rows or ROW_MULTIPLE
+    if rows < query_length or rows % tile or accumulator.dtype != jnp.float32:
         raise LaunchError(
-            f"postprocess: accumulator is {accumulator.dtype}{accumulator.shape}; it takes float32 with "
-            f"{padded_length(query_length)} rows for query_length {query_length}."
+            f"postprocess: accumulator is {accumulator.dtype}{accumulator.shape}; it takes float32 with whole tiles of "
+            f"{tile} rows for query_length {query_length}."
         )
     integers = {"heads": heads, "query_length": query_length, "padded_length": rows}
     results = launch(
-        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts),
+        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts, turned_rows),
         {"accumulator": accumulator},
         {"grad_query": jax.ShapeDtypeStruct((batch, query_length, heads, head_dim), dtype)},
         integers | sections(architecture, accumulator.shape),

@@ -15,11 +15,11 @@ from jax_fa4.kernels.plan import ARCHITECTURES, DTYPES
 from jax_fa4.kernels.plans import preprocess_plan
 
 ROW_MULTIPLE = 128
-"""Rows are padded to a multiple of this: the largest row tile of the kernels that read the results."""
+"""Rows are padded to a multiple of this where the kernels that read the results name no row tile of their own."""
 
 
 class Preprocessed(NamedTuple):
-    """What the backward kernels read; R is the query length padded to a multiple of `ROW_MULTIPLE`.
+    """What the backward kernels read; R is the query length padded to whole tiles of rows.
 
     lse_log2: (B, N, R) float32, the log-sum-exp times log2(e); 0 for rows that saw no key, +inf for padding rows.
     delta: (B, N, R) float32, row sums of out * grad_out, minus grad_lse; 0 for both.
@@ -31,9 +31,9 @@ class Preprocessed(NamedTuple):
     accumulator: jax.Array
 
 
-def padded_length(query_length: int) -> int:
+def padded_length(query_length: int, row_multiple: int = ROW_MULTIPLE) -> int:
     """Rows of the results of `preprocess`."""
-    return -(-query_length // ROW_MULTIPLE) * ROW_MULTIPLE
+    return -(-query_length // row_multiple) * row_multiple
 
 
 def sections(architecture: str, accumulator_shape: tuple[int, ...]) -> dict[str, int]:
@@ -57,15 +57,17 @@ def preprocess(
     grad_lse: jax.Array,
     *,
     accumulator_width: int,
+    row_tile: int = ROW_MULTIPLE,
     architecture: str | None = None,
     driver: str = CUDA_DRIVER,
 ) -> Preprocessed:
     """Runs the kernel: delta = sum(out * grad_out) - grad_lse in float32, the LSE to log2, a zeroed accumulator.
 
     out, grad_out: (B, T, N, D), bfloat16, float16 or float32, both of one dtype; lse, grad_lse: (B, T, N) float32; T
-    >= 1. architecture: one of `ARCHITECTURES`; None: the default device's. Source: FlashAttention-2, algorithm 2,
-    line 4. Raises LaunchError on shapes, dtypes or devices that it does not take, PlanError on a D that is no
-    multiple of 16 bytes, KernelUnavailableError where no binary is at hand.
+    >= 1. row_tile: results have whole tiles of so many rows, and of as many as the kernel itself takes. architecture:
+    one of `ARCHITECTURES`; None: the default device's. Source: FlashAttention-2, algorithm 2, line 4. Raises
+    LaunchError on shapes, dtypes or devices that it does not take, PlanError on a D that is no multiple of 16 bytes,
+    KernelUnavailableError where no binary is at hand.
     """
     _check(out, grad_out, lse, grad_lse)
     if architecture is None:
@@ -81,7 +83,7 @@ def preprocess(
     @custom_vmap
     def call(out: jax.Array, grad_out: jax.Array, lse: jax.Array, grad_lse: jax.Array) -> Preprocessed:
         batch, query_length, heads, _ = out.shape
-        rows = padded_length(query_length)
+        rows = padded_length(query_length, math.lcm(row_tile, int(plan.option("rows"))))
         accumulator = jax.ShapeDtypeStruct((batch, heads, rows, accumulator_width), jnp.float32)
         integers = {"heads": heads, "query_length": query_length, "padded_length": rows}
         floats = jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32)

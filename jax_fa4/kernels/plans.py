@@ -27,12 +27,14 @@ from jax_fa4.kernels.plan import (
     Parameter,
     PlanError,
     Role,
+    SharedBuffer,
     general_architectures,
 )
 
 VECTOR_BYTES = 16  # the widest load and store of a thread
 PREPROCESS_WARPS = 8
 POSTPROCESS_WARPS = 8
+TURNED_ROWS, TURNED_WIDTH = 8, 128  # rows of a warp, and columns, of sums that lie transposed
 POSTPROCESS_ROWS = 64  # of a block: at D = 128 each thread has 4 stores of 16 bytes, 8 loads in flight before them
 
 
@@ -101,12 +103,18 @@ def preprocess_plan(
 
 
 def postprocess_plan(
-    architecture: str, dtype: str, head_dim: int, accumulator_width: int, fragment_parts: int = 0
+    architecture: str,
+    dtype: str,
+    head_dim: int,
+    accumulator_width: int,
+    fragment_parts: int = 0,
+    turned_rows: int = 0,
 ) -> KernelPlan:
     """The backward's postprocess: sums of `accumulator_width` float32 a row to gradients of `head_dim` elements.
 
     `fragment_parts` 0: rows as they are; 1 or 2: in the order of registers, in as many parts
-    (`kernels/postprocess.py`). Raises PlanError where a row is not whole vectors of 16 bytes.
+    (`kernels/postprocess.py`); with `turned_rows`, transposed in blocks of so many rows
+    (`kernels/postprocess_turned.py`). Raises PlanError where a row is not whole vectors of 16 bytes.
     """
     if dtype not in DTYPES:
         raise PlanError(f"postprocess: dtype is {dtype!r}; it takes one of {', '.join(DTYPES)}.")
@@ -118,16 +126,24 @@ def postprocess_plan(
             f"postprocess: accumulator_width is {accumulator_width}; it takes multiples of 4 from head_dim, "
             f"{head_dim}, on."
         )
+    order: tuple[str, int] = ("fragment_parts", fragment_parts)
+    if turned_rows:
+        order = ("tile_rows", turned_rows)
+        if turned_rows % TURNED_ROWS or accumulator_width != TURNED_WIDTH or DTYPES[dtype] != 2:
+            raise PlanError(
+                f"postprocess: turned_rows is {turned_rows} with accumulator_width {accumulator_width} and dtype "
+                f"{dtype!r}; it takes multiples of {TURNED_ROWS} with {TURNED_WIDTH} and types of 16 bits."
+            )
     return KernelPlan(
-        kernel="postprocess",
+        kernel="postprocess_turned" if turned_rows else "postprocess",
         architecture=architecture,
-        source="jax_fa4.kernels.postprocess",
+        source=f"jax_fa4.kernels.postprocess{'_turned' if turned_rows else ''}",
         options=(
             ("dtype", dtype),
             ("head_dim", head_dim),
             ("accumulator_width", accumulator_width),
             ("rows", POSTPROCESS_ROWS),
-            ("fragment_parts", fragment_parts),
+            order,
         ),
         operands=("accumulator",),
         results=("grad_query",),
@@ -143,16 +159,23 @@ def postprocess_plan(
         ),
         grid=_by_sections(Extent((("query_length", POSTPROCESS_ROWS),))),
         roles=(Role("rows", POSTPROCESS_WARPS),),
+        shared=(SharedBuffer("rows", POSTPROCESS_ROWS * (TURNED_WIDTH * 2 + 16)),) if turned_rows else (),
     )
 
 
 def around_backward(
-    architecture: str, dtype: str, head_dim: int, value_dim: int, width: int, fragment_parts: int = 0
+    architecture: str,
+    dtype: str,
+    head_dim: int,
+    value_dim: int,
+    width: int,
+    fragment_parts: int = 0,
+    turned_rows: int = 0,
 ) -> tuple[KernelPlan, KernelPlan]:
     """What runs before and after a backward whose sums of query gradients have `width` columns."""
     return (
         preprocess_plan(architecture, dtype, value_dim, width),
-        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts),
+        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts, turned_rows),
     )
 
 

@@ -11,6 +11,7 @@ from jax_fa4 import emulator
 from jax_fa4.ffi import launch
 from jax_fa4.ffi.postprocess import postprocess, postprocess_formula
 from jax_fa4.ffi.preprocess import preprocess, preprocess_formula, sections
+from jax_fa4.kernels import build
 from jax_fa4.kernels.plan import PlanError
 from jax_fa4.kernels.plans import postprocess_plan, preprocess_plan
 
@@ -35,6 +36,43 @@ def test_postprocess_scales_and_rounds(architecture: str, dtype: str, head_dim: 
     )(sums)
     expected = postprocess_formula(jnp.asarray(sums), **options)  # type: ignore[arg-type]
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+
+
+def turned(sums: np.ndarray, tile_rows: int) -> np.ndarray:
+    """Sums (B, N, R, 128) in the order that a kernel which computes them transposed leaves them in."""
+    batch, heads, rows, _ = sums.shape
+    # In columns (half, warp, register pair, quad) and rows (tile, eight, lane of the quad, register of the pair).
+    shape = (batch, heads, rows // tile_rows, tile_rows // 8, 4, 2, 2, 4, 2, 8)
+    return sums.reshape(shape).transpose(0, 1, 2, 6, 3, 7, 9, 4, 8, 5).reshape(sums.shape)
+
+
+@pytest.mark.skipif(build.compiler_version() is None, reason="the wheel has no such kernel; the compiler makes it")
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float16", 104)])
+@pytest.mark.parametrize("length", [1, 79, 80, 81, 330])
+def test_postprocess_of_sums_that_lie_transposed(dtype: str, head_dim: int, length: int) -> None:
+    launch.declare_driver("emulator", str(emulator.library_path()), takes_ptx=True)
+    emulator.set_options(arch="9.0", check_uninitialized=True)
+    sums = np.random.default_rng(length).standard_normal((2, 3, 480, 128), np.float32)
+    options = {"query_length": length, "head_dim": head_dim, "dtype": dtype, "scale": 0.125}
+    where = {"architecture": "sm_90a", "driver": "emulator"}
+    got = postprocess(jnp.asarray(turned(sums, 80)), turned_rows=80, **options, **where)  # type: ignore[arg-type]
+    expected = postprocess_formula(jnp.asarray(sums), **options)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+
+
+def test_preprocess_pads_to_whole_tiles(architecture: str) -> None:
+    """160 rows are a multiple of 80 and of the 32 that the kernel takes."""
+    rng = np.random.default_rng(1)
+    out, grad_out = (jnp.asarray(rng.standard_normal((1, 81, 2, 128)), jnp.bfloat16) for _ in range(2))
+    lse, grad_lse = (rng.standard_normal((1, 81, 2)).astype(np.float32) for _ in range(2))
+    where = {"architecture": architecture, "driver": "emulator"}
+    got = preprocess(out, grad_out, lse, grad_lse, accumulator_width=128, row_tile=80, **where)  # type: ignore[arg-type]
+    assert [one.shape[2] for one in got] == [160, 160, 160]
+    expected = preprocess_formula(out, grad_out, lse, grad_lse, accumulator_width=128)
+    np.testing.assert_allclose(got.delta[:, :, :128], expected.delta, rtol=1e-6, atol=2e-5)
+    assert not np.asarray(got.accumulator).any()
+    assert not np.asarray(got.delta[:, :, 81:]).any()
+    assert (np.asarray(got.lse_log2[:, :, 81:]) == np.inf).all()
 
 
 def test_preprocess_equals_its_formula(architecture: str) -> None:
@@ -84,6 +122,14 @@ def test_sections_hold_what_the_cache_does(shape: tuple[int, int, int, int], exp
     assert found["section_heads"] == expected
     assert found["section_heads"] * found["sections"] == shape[0] * shape[1]
     assert found == sections("sm_100f", shape)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "turned_rows"), [("float32", 128, 80), ("bfloat16", 64, 80), ("bfloat16", 128, 84)]
+)
+def test_what_transposed_sums_refuse(dtype: str, width: int, turned_rows: int) -> None:
+    with pytest.raises(PlanError, match=f"turned_rows is {turned_rows}"):
+        postprocess_plan("sm_90a", dtype, 64, width, turned_rows=turned_rows)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ shares the keys, and keeps the gradients of its keys and values in registers.
 
     shared memory    keys, values        (128, head_dim), once an item; later the staging of their gradients
                      queries, grads      stages x (query_tile, head_dim): queries and output gradients, rings
-                     scores' gradients   2 x (query_tile, 128), dS of both warpgroups, read by both
+                     scores' gradients   stages x (query_tile, 128), dS of both warpgroups, read by both
                      staged sums         a step's query gradients, float32, in the order of registers
                      lse, delta          stages x query_tile float32, landing with queries and grads
                      barriers            landed and free of keys, of values, and of each stage
@@ -19,7 +19,7 @@ shares the keys, and keeps the gradients of its keys and values in registers.
     registers of a computing thread, for a quarter of two keys (r, r + 8); M = query_tile, D = head_dim
                      scores              M / 2 float32     S^T = K Q^T, then P^T
                      grad_probs          M / 2 float32     dP^T = V dO^T
-                     grad_query          float32           dQ = dS K, in the place of grad_probs
+                     grad_query          M / 2 float32     dQ = dS K or dQ^T = K^T dS^T, in the place of grad_probs
                      probs, grad_scores  M / 2 16-bit      A operands: dV += P^T dO, dK += dS^T Q
                      grad_key, grad_value  D / 2 float32 each
 
@@ -32,6 +32,16 @@ busy inside each of them instead. Products complete in the order of issue, and e
 At most four instructions of a warp wait for the tensor core, and the next one stops the warp: dV is issued after dS is
 computed, since dS would otherwise wait for it. At head_dim 64, whose 128 queries a step leave no registers for scores
 that are ahead, a step starts with its scores, and dK takes dS from registers.
+
+Keys and values are read from shared memory in every step, so what they cost falls with the queries of a step. A product
+has 64 rows; what the warpgroups share of dQ depends on that:
+
+    64 queries     dQ     all rows, half of the columns each     sums lie in blocks of 64 rows, two parts by columns
+    128 queries    dQ     64 rows each, all columns              sums lie in blocks of 64 rows
+    80 queries     dQ^T   64 columns each, all rows              sums lie transposed, in blocks of 80 rows
+
+With 80 queries, at head_dim 128, dV and dK take five pieces of 16 queries, probabilities are rounded with dS and not
+before, which saves the registers of both forms. Where scores are ahead dS has one stage: there is no memory for more.
 
 A block has one item, or, if it is persistent, one after the other (`backward_queue.py`). Between two items keys, values
 and the first queries are loaded while the gradients of the last keys leave; these are then staged over dS and the
@@ -221,7 +231,7 @@ class Add:
         shape = self.context.shape
         floats = shape.sum_floats
         used = floats
-        if shape.row_blocks == 1:
+        if not shape.sums_by_columns and shape.row_blocks == 1:
             used = GROUP_ROWS * min(shape.sum_width, shape.head_dim - group * shape.sum_width)
         to = self.sums + (number * GROUPS + group) * floats
         with cute.arch.elect_one():

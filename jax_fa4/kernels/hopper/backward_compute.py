@@ -12,17 +12,17 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from jax_fa4.kernels.hopper.backward_item import (
     ADDED_BARRIER,
-    BLOCK_BYTES,
     CLOSING_BARRIER,
     DRAINED_BARRIER,
     GROUPS,
     KEY_TILE,
     MEETING_BARRIER,
     PIECE_BYTES,
-    SCORE_STAGES,
+    READ_BARRIER,
     STAGED_BARRIER,
     Context,
 )
+from jax_fa4.kernels.hopper.backward_query import query_gradients
 from jax_fa4.kernels.hopper.forward import GROUP_ROWS, PRODUCT_DEPTH, _tiles_of
 from jax_fa4.kernels.parts import bulk
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals
@@ -30,8 +30,6 @@ from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
 from jax_fa4.kernels.parts.rounding import round_pair
 from jax_fa4.kernels.parts.softmax_row import cap
 from jax_fa4.kernels.parts.tile_mask import hide, hide_other_ids
-
-BLOCK_ELEMENTS = GROUP_ROWS * GROUP_ROWS // GROUP_THREADS  # scores of a thread for 64 queries
 
 
 def _exp2(exponent: Float32) -> Float32:
@@ -61,6 +59,15 @@ class Compute:
         self._partition_scores()
         self._partition_gradients()
         self.store_to = self._store_place()
+        # Of the thread's two keys, read once an item where they lie in memory.
+        self.edges = [self._edges(half) for half in range(2)] if self.shape.intervals else []
+        self.key_ids = [ids.of_query(self.key_row + 8 * half) for half in range(2)] if self.shape.has_ids else []
+
+    def _edges(self, half: int) -> tuple[Int32, Int32]:
+        """Queries that see one of the thread's two keys; none where it is beyond the last."""
+        row = self.key_row + 8 * half
+        hi = cutlass.select_(row < self.visible.queries, self.visible.hi(row), Int32(0))
+        return self.visible.lo(row), hi
 
     def _partition_scores(self) -> None:
         shape, context = self.shape, self.context
@@ -81,40 +88,33 @@ class Compute:
 
     def _partition_gradients(self) -> None:
         shape, context = self.shape, self.context
-        by_key, by_query = shape.key_product(), shape.query_product()
-        of_key, of_query = by_key.get_slice(self.thread), by_query.get_slice(self.thread)
+        by_key = shape.key_product()
+        of_key = by_key.get_slice(self.thread)
 
         def columns(buffer: cute.Tensor) -> cute.Tensor:
             turned = cute.make_tensor(buffer.iterator, cute.select(buffer.layout, mode=[1, 0, 2]))
             return by_key.make_fragment_B(of_key.partition_B(turned))
 
         self.query_columns, self.grad_out_columns = columns(context.memory.query), columns(context.memory.grad_out)
-        block = by_key.partition_shape_A((GROUP_ROWS, GROUP_ROWS))
+        block = by_key.partition_shape_A((GROUP_ROWS, shape.block_rows))
         self.probs, self.grad_scores = (
             [cute.make_rmem_tensor(block, shape.dtype) for _ in range(shape.row_blocks)] for _ in range(2)
         )
         blocks = context.memory.grad_scores
         turned = cute.make_tensor(blocks.iterator, cute.select(blocks.layout, mode=[1, 0, 2]))
-        turned = cute.local_tile(turned, (GROUP_ROWS, GROUP_ROWS), (None, 0, None))
+        turned = cute.local_tile(turned, (GROUP_ROWS, shape.block_rows), (None, 0, None))
         by_turned = shape.turned_product()
         self.turned_grad_scores = by_turned.make_fragment_A(by_turned.get_slice(self.thread).partition_A(turned))
         gradient = by_key.partition_shape_C((GROUP_ROWS, shape.head_dim))
         self.grad_key, self.grad_value = (cute.make_rmem_tensor(gradient, Float32) for _ in range(2))
-        # Keys by columns. Where head_dim is less than sum_columns the last columns lie in the values' buffer, which is
-        # written once and before; what they give is dropped.
-        layout = shape.tile_layout(KEY_TILE, 1, shape.sum_columns)
-        wide = cute.make_tensor(context.memory.key.iterator, cute.select(layout.outer, mode=[1, 0]))
-        parts = cute.local_tile(wide, (shape.sum_width, KEY_TILE), (None, 0))
-        self.key_columns = by_query.make_fragment_B(of_query.partition_B(parts))
-        self.all_grad_scores = by_query.make_fragment_A(of_query.partition_A(context.memory.grad_scores))
-        self.grad_query = cute.make_rmem_tensor(by_query.partition_shape_C((GROUP_ROWS, shape.sum_width)), Float32)
+        self.query_gradients = query_gradients(context, self.group, self.thread)
 
     def _store_place(self) -> cute.Pointer:
         """Where this lane's row of a transposed 8 x 8 matrix of dS goes: queries are rows of 128 bytes, 64 keys; 16
         bytes, 8 keys, are swapped as the 128-byte swizzle says (PTX ISA: bits 4..6 by bits 7..9)."""
         matrix, row = self.lane // 8, self.lane % 8
         chunk = (self.warp * 2 + matrix % 2) ^ row
-        offset = self.group * BLOCK_BYTES + ((matrix // 2) * 8 + row) * PIECE_BYTES + chunk * 16
+        offset = self.group * self.shape.block_bytes + ((matrix // 2) * 8 + row) * PIECE_BYTES + chunk * 16
         base = cute.recast_ptr(self.context.memory.grad_scores.iterator, dtype=cutlass.Uint8)
         return base + offset
 
@@ -161,6 +161,7 @@ class Compute:
 
     def first(self) -> None:
         """Keys and values are there; where scores are ahead, so are those of step 0."""
+        self.free_grad_scores()
         memory, rounds = self.context.memory, self.context.progress.rounds
         memory.keys.wait_landed(rounds)
         if self.shape.is_ahead:
@@ -188,7 +189,7 @@ class Compute:
         if self.shape.is_ahead:
             self.step_ahead(step, is_masked, is_last)
         else:
-            self.step_alone(step, is_masked)
+            self.step_alone(step, is_masked, is_last)
 
     def step_ahead(self, step: Any, is_masked: bool, is_last: bool) -> None:
         """When it starts, its scores are there and dK of the step before is under way."""
@@ -197,7 +198,9 @@ class Compute:
         self.finish_scores(step, is_masked)
         warpgroup.wait_group(1)  # dK of the step before
         self.release_if_any(queries, step)
-        delta = self.read_rows(self.context.memory.delta, grads, step)
+        # Early, so that nothing waits for shared memory on the longest chain; 80 queries leave no registers for it.
+        read = self.row_values if self.shape.sums_by_columns else self.read_rows
+        delta = read(self.context.memory.delta, grads, step)
         warpgroup.wait_group(0)  # dP
         self.finish_grad_scores(step, delta)
         self.issue_grad_value(grads, step)
@@ -208,12 +211,14 @@ class Compute:
         warpgroup.wait_group(0 if is_last else 1)  # dV
         self.release(grads, step)
         warpgroup.fence()
-        self.multiply_grad_scores(step)
+        self.query_gradients.issue(step)
         self.multiply_turned_grad_scores(step)
         warpgroup.wait_group(1)  # dQ, and scores that are ahead
+        if not is_last:
+            self.free_grad_scores()
         self.stage_grad_query()
 
-    def step_alone(self, step: Any, is_masked: bool) -> None:
+    def step_alone(self, step: Any, is_masked: bool, is_last: bool) -> None:
         """No product is under way when it starts, nor when it ends."""
         queries, grads = self.context.memory.queries, self.context.memory.grads
         self.issue_scores(queries, Int32(step))
@@ -226,12 +231,14 @@ class Compute:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
         warpgroup.fence()
-        self.multiply_grad_scores(step)
+        self.query_gradients.issue(step)
         warpgroup.wait_group(1)  # dV
         self.release(grads, step)
         warpgroup.fence()
         self.multiply_turned_grad_scores(step)
         warpgroup.wait_group(1)  # dQ
+        if not is_last:
+            self.free_grad_scores()
         self.stage_grad_query()
         warpgroup.wait_group(0)
         self.release(queries, step)
@@ -239,6 +246,12 @@ class Compute:
     def meet(self) -> None:
         """Both warpgroups have come here: written their dS, or done with shared memory that is to be overwritten."""
         cute.arch.barrier(barrier_id=MEETING_BARRIER, number_of_threads=GROUPS * GROUP_THREADS)
+
+    def free_grad_scores(self) -> None:
+        """Where dS has one stage: this warpgroup has read the other's."""
+        if self.shape.grad_score_stages == 1:
+            other = READ_BARRIER + 1 - self.group
+            cute.arch.barrier_arrive(barrier_id=other, number_of_threads=GROUPS * GROUP_THREADS)
 
     def finish_scores(self, step: Any, is_masked: bool) -> None:
         """Scores to probabilities."""
@@ -264,11 +277,11 @@ class Compute:
         warpgroup.commit_group()
 
     def accumulate(self, result: cute.Tensor, left: list[cute.Tensor], right: cute.Tensor, stage: Int32) -> None:
-        """Issue result += left right, left in registers, a tensor for each 64 queries."""
+        """Issue result += left right, left in registers, a tensor for each block of queries."""
         product = self.shape.key_product()
         product.set(warpgroup.Field.ACCUMULATE, True)
         for depth in range(self.shape.query_tile // PRODUCT_DEPTH):
-            block, place = divmod(depth, GROUP_ROWS // PRODUCT_DEPTH)
+            block, place = divmod(depth, self.shape.block_rows // PRODUCT_DEPTH)
             cute.gemm(product, result, left[block][None, None, place], right[None, None, depth, stage], result)
         warpgroup.commit_group()
 
@@ -281,23 +294,11 @@ class Compute:
         product = shape.turned_product()
         product.set(warpgroup.Field.ACCUMULATE, True)
         for depth in range(shape.query_tile // PRODUCT_DEPTH):
-            block, place = divmod(depth, GROUP_ROWS // PRODUCT_DEPTH)
+            block, place = divmod(depth, shape.block_rows // PRODUCT_DEPTH)
             left = self.turned_grad_scores[
-                None, None, place, self.group, (step % SCORE_STAGES) * shape.row_blocks + block
+                None, None, place, self.group, (step % shape.grad_score_stages) * shape.row_blocks + block
             ]
             cute.gemm(product, self.grad_key, left, self.query_columns[None, None, depth, stage], self.grad_key)
-        warpgroup.commit_group()
-
-    def multiply_grad_scores(self, step: Int32) -> None:
-        """Issue this warpgroup's part of grad_query = dS K: its queries, or its columns."""
-        shape, product = self.shape, self.shape.query_product()
-        block, part = (step % SCORE_STAGES) * shape.row_blocks, self.group
-        if shape.row_blocks > 1:
-            block, part = block + self.group, Int32(0)
-        for depth in range(KEY_TILE // PRODUCT_DEPTH):
-            product.set(warpgroup.Field.ACCUMULATE, depth > 0)
-            left, right = self.all_grad_scores[None, None, depth, block], self.key_columns[None, None, depth, part]
-            cute.gemm(product, self.grad_query, left, right, self.grad_query)
         warpgroup.commit_group()
 
     @cute.jit
@@ -328,13 +329,14 @@ class Compute:
         return lambda index: pairs[index]
 
     def finish_probs(self, lse: RowValues, block: int) -> None:
-        """Scores to probabilities: p = 2^(s - lse), 0 for hidden pairs and for queries beyond the last; and rounded.
+        """Scores to probabilities: p = 2^(s - lse), 0 for hidden pairs and for queries beyond the last; and rounded,
+        unless that is done with dS.
 
         In place of the scores stays what dS is proportional to: p, or for capped scores t = tanh(x), p (1 - t^2).
         """
-        shape, first = self.shape, block * BLOCK_ELEMENTS
+        shape, first = self.shape, block * self.shape.block_elements
         rounded = cute.recast_tensor(self.probs[block], Uint32)
-        for place in range(0, BLOCK_ELEMENTS, 2):
+        for place in range(0, shape.block_elements, 2):
             if place % 4 == 0:
                 of_queries = lse((first + place) // 4)
             values = []
@@ -346,17 +348,17 @@ class Compute:
                     bounded = cute.arch.fmax(score, Float32(-1.0))  # a hidden score is -inf
                     value = value * (1.0 - bounded * bounded)
                 self.scores[first + index] = value
-            rounded[place // 2] = round_pair(values[0], values[1], shape.dtype)
+            if not shape.rounds_late:
+                rounded[place // 2] = round_pair(values[0], values[1], shape.dtype)
 
     def hide(self, step: Int32) -> None:
         """Set to -inf the scores of queries that do not see the thread's keys, and of keys beyond the last."""
-        shape, visible = self.shape, self.visible
+        shape = self.shape
         _, tile = self.context.walk.place(Int32(step))
         first_column = tile * shape.query_tile + (self.lane % 4) * 2
         for half in range(2):
-            row = self.key_row + 8 * half
-            hi = cutlass.select_(row < visible.queries, visible.hi(row), Int32(0))
-            hide(self.scores, half, visible.lo(row), hi, first_column)
+            lo, hi = self.edges[half] if self.edges else self._edges(half)
+            hide(self.scores, half, lo, hi, first_column)
         if shape.has_ids:
             self.compare_ids(first_column)
 
@@ -365,42 +367,46 @@ class Compute:
         """Hide the queries whose ids differ from the key's, in items whose ids lie in no simple order."""
         if self.context.walk.item.compare_ids != 0:
             for half in cutlass.range_constexpr(2):
-                hide_other_ids(self.scores, half, self.ids.of_query(self.key_row + 8 * half), self.ids, first_column)
+                hide_other_ids(self.scores, half, self.key_ids[half], self.ids, first_column)
 
     def finish_grad_scores(self, step: Int32, delta: RowValues) -> None:
         """dS = P (dP - delta), rounded: in registers, and in shared memory for both warpgroups."""
+        if self.shape.grad_score_stages == 1:
+            cute.arch.barrier(barrier_id=READ_BARRIER + self.group, number_of_threads=GROUPS * GROUP_THREADS)
         for block in range(self.shape.row_blocks):
             self.finish_block(step, delta, block)
 
     def finish_block(self, step: Int32, delta: RowValues, block: int) -> None:
-        """dS of 64 queries."""
-        shape, first = self.shape, block * BLOCK_ELEMENTS
-        rounded = cute.recast_tensor(self.grad_scores[block], Uint32)
-        for place in range(0, BLOCK_ELEMENTS, 2):
+        """dS of a block of queries."""
+        shape, first = self.shape, block * self.shape.block_elements
+        probs, rounded = (cute.recast_tensor(one[block], Uint32) for one in (self.probs, self.grad_scores))
+        for place in range(0, shape.block_elements, 2):
             if place % 4 == 0:
                 of_queries = delta((first + place) // 4)
+            if shape.rounds_late:
+                probs[place // 2] = round_pair(self.scores[first + place], self.scores[first + place + 1], shape.dtype)
             values = [
                 self.scores[first + index] * (self.grad_probs[first + index] - of_queries[index % 2])
                 for index in (place, place + 1)
             ]
             rounded[place // 2] = round_pair(values[0], values[1], shape.dtype)
-        stage = (step % SCORE_STAGES) * shape.row_blocks + block
-        to = self.store_to + stage * (GROUPS * BLOCK_BYTES)
+        stage = (step % shape.grad_score_stages) * shape.row_blocks + block
+        to = self.store_to + stage * (GROUPS * shape.block_bytes)
         for place in range(0, cute.size(rounded), 4):
             # Four registers: 16 queries, of the 16 keys of this warp.
             bulk.store_transposed(to + place * 4 * PIECE_BYTES, [rounded[place + index] for index in range(4)])
 
     def stage_grad_query(self) -> None:
         """The accumulator to its staging, four registers at a time, and tell the warp that adds."""
-        shape, group = self.shape, self.group
+        shape, group, sums = self.shape, self.group, self.query_gradients.sums
         threads = GROUP_THREADS + 32
         cute.arch.barrier(barrier_id=ADDED_BARRIER + group, number_of_threads=threads)
         first = self.context.memory.staged + group * shape.sum_floats + self.thread * 4
-        for chunk in range(cute.size(self.grad_query) // 4):
+        for chunk in range(cute.size(sums) // 4):
             to = cute.make_tensor((first + chunk * GROUP_THREADS * 4).align(16), cute.make_layout(4))
             values = cute.make_rmem_tensor(cute.make_layout(4), Float32)
             for index in range(4):
-                values[index] = self.grad_query[chunk * 4 + index]
+                values[index] = sums[chunk * 4 + index]
             cute.autovec_copy(values, to)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=STAGED_BARRIER + group, number_of_threads=threads)
@@ -440,16 +446,17 @@ class Compute:
     @cute.jit
     def store_parts(self, results: tuple[cute.Pointer, ...], heads: Int32, dims: tuple[Int32, Int32]) -> None:
         """Write float32 gradients of part of the query heads, which are summed elsewhere."""
-        item = self.context.walk.item
+        item, lane = self.context.walk.item, cute.arch.lane_idx()
+        first_row = item.query_tile * KEY_TILE + self.group * GROUP_ROWS + self.warp * 16 + lane // 4
         for gradient, result, head_dim, scale in (
             (self.grad_key, results[0], dims[0], self.scale),
             (self.grad_value, results[1], dims[1], Float32(1.0)),
         ):
             for half in cutlass.range_constexpr(2):
-                row = self.key_row + 8 * half
+                row = first_row + 8 * half
                 place = ((Int64(item.batch) * self.visible.queries + row) * heads + item.head) * head_dim
                 for group in cutlass.range_constexpr(self.shape.head_dim // 8):
-                    column = group * 8 + (self.lane % 4) * 2
+                    column = group * 8 + (lane % 4) * 2
                     if (row < self.visible.queries) & (column < head_dim):
                         values = cute.make_rmem_tensor(cute.make_layout(2), Float32)
                         for index in cutlass.range_constexpr(2):

@@ -16,20 +16,19 @@ from cutlass.utils import hopper_helpers
 from jax_fa4.kernels.hopper.backward_queue import PLACES, Progress
 from jax_fa4.kernels.hopper.forward import ELEMENTS, GROUP_ROWS, WARPS_PER_GROUP
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
-from jax_fa4.kernels.parts.events import Ring
+from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
 from jax_fa4.kernels.parts.tile_mask import SegmentIds
 from jax_fa4.kernels.plan import KernelPlan
 
 GROUPS = 2  # computing warpgroups
 KEY_TILE = GROUPS * GROUP_ROWS
-SCORE_STAGES = 2  # a warpgroup writes dS of a step while the other may still read that of the step before
 PIECE_BYTES = 128  # of a row of dS: 64 keys of one warpgroup, in a swizzled atom
-BLOCK_BYTES = GROUP_ROWS * PIECE_BYTES
 MEETING_BARRIER = 1  # named barriers; 0 is the whole block's. dS of both warpgroups is written
 STAGED_BARRIER = 2  # 2, 3: a warpgroup's query gradients are staged
 ADDED_BARRIER = 4  # 4, 5: they have been read
 CLOSING_BARRIER = 6  # 6, 7: a warpgroup's key and value gradients are staged
 DRAINED_BARRIER = 8  # 8, 9: a warpgroup's last query gradients of an item have been read (persistent blocks)
+READ_BARRIER = 10  # 10, 11: the other warpgroup has read a warpgroup's dS; where dS has one stage
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class Shape:
     query_tile: int
     query_stages: int
     grad_stages: int
+    grad_score_stages: int  # 2: a warpgroup writes dS of a step while the other may still read the one before
     load_registers: int
     compute_registers: int
     sum_columns: int  # columns of a row of the query gradients' sums: head_dim, or more
@@ -65,6 +65,7 @@ class Shape:
             query_tile=option("query_tile"),
             query_stages=option("query_stages"),
             grad_stages=option("grad_stages"),
+            grad_score_stages=option("grad_score_stages"),
             load_registers=registers["load"] or 0,
             compute_registers=registers["compute"] or 0,
             sum_columns=option("sum_columns"),
@@ -84,19 +85,44 @@ class Shape:
         return self.head_dim * self.dtype.width // 8
 
     @property
+    def block_rows(self) -> int:
+        """Queries of a block of dS: 64, or all of a tile that is no multiple of 64."""
+        return GROUP_ROWS if self.query_tile % GROUP_ROWS == 0 else self.query_tile
+
+    @property
     def row_blocks(self) -> int:
-        """Blocks of 64 queries in a tile."""
-        return self.query_tile // GROUP_ROWS
+        """Blocks of dS in a tile."""
+        return self.query_tile // self.block_rows
+
+    @property
+    def block_elements(self) -> int:
+        """Scores of a thread for a block."""
+        return GROUP_ROWS * self.block_rows // GROUP_THREADS
+
+    @property
+    def block_bytes(self) -> int:
+        """A block of a warpgroup's dS."""
+        return self.block_rows * PIECE_BYTES
+
+    @property
+    def sums_by_columns(self) -> bool:
+        """A warpgroup computes 64 columns of the query gradients, transposed, and not rows of them."""
+        return self.block_rows != GROUP_ROWS
+
+    @property
+    def rounds_late(self) -> bool:
+        """Probabilities are rounded with dS and not before, which saves the registers that both forms take."""
+        return self.sums_by_columns
 
     @property
     def sum_width(self) -> int:
-        """Columns of the query gradients that a warpgroup computes: all for its 64 queries of 128, or half for 64."""
+        """Columns of the query gradients that a warpgroup computes: all for its 64 queries of 128, else half."""
         return self.sum_columns * self.row_blocks // GROUPS
 
     @property
     def sum_floats(self) -> int:
         """Query gradients that a warpgroup computes in a step."""
-        return GROUP_ROWS * self.sum_width
+        return self.block_rows * self.sum_width
 
     def tile_layout(self, rows: int, count: int, columns: int | None = None) -> cute.ComposedLayout:
         """Shared-memory layout of `count` (rows, head_dim) tiles: rows cut into swizzled pieces of 128 or 64 bytes."""
@@ -105,40 +131,31 @@ class Shape:
         return cute.tile_to_shape(atom, (rows, columns or self.head_dim, count), order=(0, 1, 2))
 
     def grad_score_layout(self) -> cute.ComposedLayout:
-        """Blocks of dS: 64 queries by the item's keys, those of a warpgroup together."""
+        """Blocks of dS: queries by the item's keys, those of a warpgroup together."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, (GROUP_ROWS, KEY_TILE, self.row_blocks * SCORE_STAGES), order=(0, 1, 2))
-
-    def _product(self, columns: int, b_major: OperandMajorMode, source: Any) -> cute.TiledMma:
-        k_major = OperandMajorMode.K
-        tile = (GROUP_ROWS, columns)
-        return hopper_helpers.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k_major, b_major, Float32, (1, 1, 1), tile, source
+        return cute.tile_to_shape(
+            atom, (self.block_rows, KEY_TILE, self.row_blocks * self.grad_score_stages), order=(0, 1, 2)
         )
+
+    def product(
+        self, columns: int, majors: tuple[Any, Any], source: Any = warpgroup.OperandSource.SMEM
+    ) -> cute.TiledMma:
+        """64 rows by columns; which dimension of either operand is contiguous, and where the first comes from."""
+        tile = (GROUP_ROWS, columns)
+        return hopper_helpers.make_trivial_tiled_mma(self.dtype, self.dtype, *majors, Float32, (1, 1, 1), tile, source)
 
     def score_product(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T of one warpgroup: both operands from shared memory."""
-        return self._product(self.query_tile, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        return self.product(self.query_tile, (OperandMajorMode.K, OperandMajorMode.K))
 
     def key_product(self) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q of one warpgroup: the first operand from registers."""
-        return self._product(self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        majors = OperandMajorMode.K, OperandMajorMode.MN
+        return self.product(self.head_dim, majors, warpgroup.OperandSource.RMEM)
 
     def turned_product(self) -> cute.TiledMma:
         """dK = dS^T Q of one warpgroup with dS from shared memory."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.MN,
-            OperandMajorMode.MN,
-            Float32,
-            (1, 1, 1),
-            (GROUP_ROWS, self.head_dim),
-        )
-
-    def query_product(self) -> cute.TiledMma:
-        """dQ = dS K, this warpgroup's part: both operands from shared memory."""
-        return self._product(self.sum_width, OperandMajorMode.MN, warpgroup.OperandSource.SMEM)
+        return self.product(self.head_dim, (OperandMajorMode.MN, OperandMajorMode.MN))
 
 
 @dataclass(frozen=True)

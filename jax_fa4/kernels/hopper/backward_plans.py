@@ -20,7 +20,6 @@ from jax_fa4.kernels.plan import (
 
 GROUPS = 2  # computing warpgroups, of 64 keys each
 KEY_TILE = GROUPS * GROUP_ROWS
-SCORE_STAGES = 2
 PLACES = 2  # numbers of items in shared memory, of persistent blocks
 # Launched with 168 registers for each of 384 threads; setmaxnreg moves them: 4 * 24 + 8 * 240 = 12 * 168 (a warp each).
 LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
@@ -41,13 +40,15 @@ class BackwardTiles:
     """Sizes of a backward kernel, and choices between registers and time.
 
     Attributes:
-        query_tile: queries per step, 64 or 128.
+        query_tile: queries per step, 64, 80 or 128. With 80, at head_dim 128 alone, the query gradients are computed
+            transposed, since 80 is no multiple of the 64 rows of a product.
         query_stages: stages of the ring of queries; 3 where scores are ahead, since a stage then lives for two steps.
         grad_stages: stages of the ring of output gradients.
         ahead: the scores of the next step are issued before the query gradients of this one.
         turned_scores: dK takes dS from shared memory, not from registers.
         persistent: as many blocks as multiprocessors, each doing one item after the other: what an item reads first is
             loaded while the one before ends.
+        grad_score_stages: stages of dS; with 1 a warpgroup waits until the other has read the step before.
     """
 
     query_tile: int
@@ -56,6 +57,12 @@ class BackwardTiles:
     ahead: bool = True
     turned_scores: bool = True
     persistent: bool = False
+    grad_score_stages: int = 2
+
+    @property
+    def sums_by_columns(self) -> bool:
+        """A warpgroup computes columns of the query gradients and not rows: their sums lie transposed."""
+        return self.query_tile % GROUP_ROWS != 0
 
 
 # Measured on one H200 (docs/performance.md). Two warpgroups of 240 registers hold gradients of 64 keys each, and beside
@@ -75,8 +82,13 @@ def sum_columns(head_dim: int) -> int:
 
 
 def sum_parts(tiles: BackwardTiles) -> int:
-    """Parts in columns of 64 rows of the sums: each warpgroup has half the columns of 64 queries, or 64 of 128."""
-    return GROUPS * GROUP_ROWS // tiles.query_tile
+    """Parts in columns of a block of sums: each warpgroup has half the columns, or 64 of 128 queries."""
+    return 1 if tiles.query_tile == GROUPS * GROUP_ROWS else GROUPS
+
+
+def turned_rows(tiles: BackwardTiles) -> int:
+    """Rows of the blocks in which sums lie transposed; 0: they lie by rows."""
+    return tiles.query_tile if tiles.sums_by_columns else 0
 
 
 def _tensor_maps(dtype: str, head_dim: int, tiles: BackwardTiles, split: bool, is_table: bool) -> tuple[TensorMap, ...]:
@@ -150,12 +162,31 @@ def _shared(head_dim: int, tiles: BackwardTiles, row_bytes: int, element_bytes: 
         *([] if tiles.persistent else gradients),
         SharedBuffer("queries", tiles.query_tile * row_bytes, tiles.query_stages, alignment=1024),
         SharedBuffer("grads", tiles.query_tile * row_bytes, tiles.grad_stages, alignment=1024),
-        SharedBuffer("grad_scores", grad_score_bytes, SCORE_STAGES, alignment=1024),
+        SharedBuffer("grad_scores", grad_score_bytes, tiles.grad_score_stages, alignment=1024),
         SharedBuffer("staged_sums", tiles.query_tile * sum_columns(head_dim) * 4),
         SharedBuffer("lse", row_values, tiles.query_stages),
         SharedBuffer("delta", row_values, tiles.grad_stages),
         *(numbers if tiles.persistent else []),
     )
+
+
+def _check_tiles(tiles: BackwardTiles, head_dim: int, soft_cap: bool) -> None:
+    if tiles.query_tile not in (64, 80, 128):
+        raise PlanError(f"backward: query_tile is {tiles.query_tile}; it takes 64, 80 or 128.")
+    if tiles.grad_score_stages not in (1, 2):
+        raise PlanError(f"backward: grad_score_stages is {tiles.grad_score_stages}; it takes 1 or 2.")
+    staging_bytes = tiles.query_tile * (tiles.grad_score_stages * KEY_TILE * 2 + sum_columns(head_dim) * 4)
+    if tiles.persistent and staging_bytes < 2 * KEY_TILE * head_dim * 2:
+        raise PlanError(
+            "backward: persistent blocks stage their results over dS and sums, for which these are too small."
+        )
+    # What else there is spills: slopes of capped scores, and scores that are ahead beside dS in registers.
+    has_registers = not soft_cap and (tiles.turned_scores or not tiles.ahead)
+    if tiles.sums_by_columns and (head_dim != GROUPS * GROUP_ROWS or not has_registers):
+        raise PlanError(
+            f"backward: query_tile is {tiles.query_tile} with head_dim {head_dim}; it takes head_dim 128 without a "
+            "soft cap, and turned_scores where scores are ahead."
+        )
 
 
 def backward_plan(
@@ -187,8 +218,7 @@ def backward_plan(
             f"with {', '.join(map(str, BACKWARD_TILES))}."
         )
     tiles = tiles or (CAPPED_TILES if soft_cap else BACKWARD_TILES)[head_dim]
-    if tiles.query_tile not in (64, 128):
-        raise PlanError(f"backward: query_tile is {tiles.query_tile}; it takes 64 or 128.")
+    _check_tiles(tiles, head_dim, soft_cap)
     is_table = mask in ("intervals", "ids")
     row_bytes = head_dim * DTYPES[dtype]
     pointers = [Parameter("operand", "lse"), Parameter("operand", "delta"), Parameter("result", "sums")]
@@ -233,6 +263,7 @@ def backward_plan(
             ("sum_columns", sum_columns(head_dim)),
             ("turned_scores", tiles.turned_scores),
             ("persistent", tiles.persistent),
+            ("grad_score_stages", tiles.grad_score_stages),
         ),
         operands=(*operands, *extra, *hidden),
         results=tuple(results),

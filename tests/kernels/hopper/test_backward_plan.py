@@ -6,7 +6,13 @@ import itertools
 
 import pytest
 
-from jax_fa4.kernels.hopper.backward_plans import BACKWARD_TILES, BackwardTiles, backward_plan, sum_parts
+from jax_fa4.kernels.hopper.backward_plans import (
+    BACKWARD_TILES,
+    BackwardTiles,
+    backward_plan,
+    sum_parts,
+    turned_rows,
+)
 from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, MASKS
 from jax_fa4.kernels.plan import KernelPlan, PlanError
 
@@ -37,10 +43,36 @@ def test_warpgroups_share_columns_or_rows() -> None:
     assert sum_parts(BackwardTiles(64, 2, 2)) == 2
     assert sum_parts(BackwardTiles(128, 2, 2)) == 1
 
+    assert sum_parts(BackwardTiles(80, 2, 2)) == 2
+    assert [turned_rows(BackwardTiles(queries, 2, 2)) for queries in (64, 80, 128)] == [0, 80, 0]
+
+
+def test_eighty_queries_a_step() -> None:
+    in_turn = BackwardTiles(80, 2, 2, ahead=False, turned_scores=False)
+    ahead = BackwardTiles(80, 3, 2, grad_score_stages=1)
+    for tiles, stages, used in ((in_turn, 2, 230752), (ahead, 1, 231152)):
+        plan = backward_plan("bfloat16", 128, "window", tiles=tiles)
+        assert plan.dynamic_shared_bytes == used <= plan.target.shared_bytes_per_block
+        text = plan.describe()
+        assert f"query_tile_80-query_stages_{tiles.query_stages}-grad_stages_2" in text
+        assert f"grad_scores          {stages} x 20480 bytes" in text
+        assert "staged_sums          1 x 40960 bytes" in text
+        assert "(64, 80, 1, 1)" in str([one.box for one in plan.tensor_maps])
+
 
 def test_what_is_refused() -> None:
-    with pytest.raises(PlanError, match="query_tile is 80"):
+    with pytest.raises(PlanError, match="query_tile is 96"):
+        backward_plan("bfloat16", 128, "window", tiles=BackwardTiles(96, 2, 2))
+    with pytest.raises(PlanError, match="grad_score_stages is 3"):
+        backward_plan("bfloat16", 128, "window", tiles=BackwardTiles(64, 2, 2, grad_score_stages=3))
+    with pytest.raises(PlanError, match="query_tile is 80 with head_dim 64"):
         backward_plan("bfloat16", 64, "window", tiles=BackwardTiles(80, 2, 2))
+    with pytest.raises(PlanError, match="persistent blocks stage their results"):
+        backward_plan("bfloat16", 128, "window", tiles=BackwardTiles(80, 3, 2, grad_score_stages=1, persistent=True))
+    for refused in ({"soft_cap": True}, {"tiles": BackwardTiles(80, 2, 2, turned_scores=False, grad_score_stages=1)}):
+        options = {"tiles": BackwardTiles(80, 2, 2, grad_score_stages=1)} | refused
+        with pytest.raises(PlanError, match="without a soft cap, and turned_scores"):
+            backward_plan("bfloat16", 128, "window", **options)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="bytes of shared memory"):
         backward_plan("bfloat16", 128, "window", tiles=BackwardTiles(128, 2, 2))
     with pytest.raises(PlanError, match="head_dim 192"):

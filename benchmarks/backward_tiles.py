@@ -1,0 +1,194 @@
+"""The Hopper backward's tiles against each other, on a GPU: whole jitted calls, in turns in one process.
+
+    python -m benchmarks.backward_tiles --out=out/backward_tiles.json
+    python -m benchmarks.backward_tiles --build          where the compiler is and no GPU: kernels into the cache
+
+The wheel has the kernels of the default tiles alone; others are built, or lie in the cache (`bundle.cache_folder`),
+which may be carried to a machine without the compiler. What is not at hand is said and left out.
+
+A figure is the median over turns of preprocess, backward and postprocess by one call, and of each of the first and the
+last by a call of its own. Ratios are those of the default's time to a variant's: above 1 the variant is faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from rich.console import Console
+
+from benchmarks.attention import define_flags, interleaved_seconds, settings_of_flags
+from benchmarks.candidates import operands
+from benchmarks.cases import Case, dense_cases
+from jax_fa4.arguments import Call, read_call
+from jax_fa4.ffi import hopper_backward as backward
+from jax_fa4.ffi.hopper_forward import hopper_forward
+from jax_fa4.ffi.launch import CUDA_DRIVER
+from jax_fa4.ffi.postprocess import postprocess
+from jax_fa4.ffi.preprocess import ROW_MULTIPLE, preprocess
+from jax_fa4.kernels import bundle
+from jax_fa4.kernels.hopper.backward_plans import (
+    BACKWARD_TILES,
+    BackwardTiles,
+    sum_columns,
+    sum_parts,
+    turned_rows,
+)
+from jax_fa4.kernels.hopper.plans import ARCHITECTURE, padded_head_dim
+
+DEFAULT = "default"
+VARIANTS: dict[int, dict[str, BackwardTiles]] = {
+    64: {
+        "64 ahead": BackwardTiles(64, 3, 3),
+        "128 in turn, persistent": BackwardTiles(128, 2, 2, ahead=False, turned_scores=False, persistent=True),
+    },
+    96: {"64 in turn": BackwardTiles(64, 3, 3, ahead=False, turned_scores=False)},
+    128: {
+        "80 in turn": BackwardTiles(80, 2, 2, ahead=False, turned_scores=False),
+        "80 in turn, persistent": BackwardTiles(80, 2, 2, ahead=False, turned_scores=False, persistent=True),
+        "80 ahead": BackwardTiles(80, 3, 2, grad_score_stages=1),
+        "64 ahead, persistent": BackwardTiles(64, 3, 3, persistent=True),
+        "64 in turn": BackwardTiles(64, 3, 3, ahead=False, turned_scores=False),
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes; the defaults are those of docs/performance.md."""
+
+    head_dims: tuple[int, ...] = (128,)
+    lengths: tuple[int, ...] = (2048, 8192, 16384)
+    variants: tuple[str, ...] = ()  # empty: all of a head dimension
+    tokens: int = 16384
+    hidden: int = 2048
+    turns: int = 9
+    turn_ms: float = 30.0
+
+
+def tiles_of(head_dim: int, names: tuple[str, ...] = ()) -> dict[str, BackwardTiles]:
+    """The default first, then the variants, or those named."""
+    padded = padded_head_dim(head_dim)
+    others = {name: tiles for name, tiles in VARIANTS[padded].items() if not names or name in names}
+    return {DEFAULT: BACKWARD_TILES[padded]} | others
+
+
+def available(call: Call, names: tuple[str, ...], console: Console) -> dict[str, BackwardTiles]:
+    """The variants whose kernels are at hand."""
+    found = {}
+    for name, tiles in tiles_of(call.problem.head_dim, names).items():
+        reasons = map(bundle.why_unavailable, backward.plans_of(call.problem, tiles))
+        if (reason := next(filter(None, reasons), None)) is None:
+            found[name] = tiles
+        else:
+            console.print(f"{name} is left out: {reason}", soft_wrap=True)
+    return found
+
+
+def starts(call: Call, tiles: BackwardTiles, rest: tuple[jax.Array, ...], driver: str) -> dict[str, Callable[[], Any]]:
+    """A jitted call of all three kernels, of the first and of the last; `rest` as `hopper_backward` takes it."""
+    problem = call.problem
+    where: dict[str, Any] = {"architecture": ARCHITECTURE, "driver": driver}
+    width = sum_columns(padded_head_dim(problem.head_dim))
+    row_tile = turned_rows(tiles) or ROW_MULTIPLE
+
+    def after(sums: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"fragment_parts": sum_parts(tiles), "turned_rows": turned_rows(tiles)}
+        options |= {"query_length": problem.query_length, "head_dim": problem.head_dim, "dtype": problem.dtype}
+        return postprocess(sums, scale=float(problem.scale or 0.0), **options, **where)
+
+    whole = jax.jit(functools.partial(backward.hopper_backward, problem, tiles=tiles, driver=driver))
+    before = jax.jit(functools.partial(preprocess, accumulator_width=width, row_tile=row_tile, **where))
+    sums = before(*_of_preprocess(rest)).accumulator
+    return {
+        "whole": functools.partial(whole, call.operands, *rest),
+        "preprocess": functools.partial(before, *_of_preprocess(rest)),
+        "postprocess": functools.partial(jax.jit(after), sums),
+    }
+
+
+def _of_preprocess(rest: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    out, lse, grad_out, grad_lse = rest
+    return out, grad_out, lse, grad_lse
+
+
+def call_of(case: Case, driver: str) -> tuple[Call, tuple[jax.Array, ...]]:
+    """A call, and its output, log-sum-exp and their cotangents."""
+    query, key, value, grad_out = operands(case)
+    call = read_call(query, key, value, is_causal=case.is_causal)
+    out, lse = jax.jit(functools.partial(hopper_forward, call.problem, driver=driver))(call.operands)
+    return call, (out, lse, grad_out, jnp.zeros_like(lse))
+
+
+def measure(settings: Settings, console: Console, driver: str = CUDA_DRIVER) -> Iterator[dict[str, Any]]:
+    """Every figure, as it is known."""
+    for case in dense_cases(settings.head_dims, settings.lengths, settings.tokens, settings.hidden):
+        call, rest = call_of(case, driver)
+        chosen = available(call, settings.variants, console)
+        made = {name: starts(call, tiles, rest, driver) for name, tiles in chosen.items()}
+        flop = case.flop("forward+backward") - case.flop("forward")
+        for part in ("whole", "preprocess", "postprocess"):
+            timed = {name: parts[part] for name, parts in made.items()}
+            for start in timed.values():
+                jax.block_until_ready(start())  # compiles
+            seconds = interleaved_seconds(timed, settings.turns, settings.turn_ms / 1e3)
+            for name, one in seconds.items():
+                yield {
+                    **{"case": case.name, "part": part, "tiles": name, "ms": one * 1e3},
+                    "tflops": flop / one / 1e12 if part == "whole" else None,
+                    "ratio": seconds[DEFAULT] / one,
+                }
+
+
+def build(settings: Settings, console: Console) -> None:
+    """Kernels of every variant into the cache, dense and causal."""
+    for case in dense_cases(settings.head_dims, (128,), 128, 2048):
+        shape = jax.ShapeDtypeStruct((case.batch, case.length, case.heads, case.head_dim), jnp.bfloat16)
+        call = read_call(shape, shape, shape, is_causal=case.is_causal)
+        for name, tiles in tiles_of(case.head_dim, settings.variants).items():
+            for plan in backward.plans_of(call.problem, tiles):
+                bundle.find(plan)
+                console.print(f"{case.name}, {name}: {plan.key}", soft_wrap=True)
+    console.print(f"what the wheel does not have is in {bundle.cache_folder()}", soft_wrap=True)
+
+
+def run(settings: Settings, out: Path | None = None, driver: str = CUDA_DRIVER) -> list[dict[str, Any]]:
+    """Measures, prints each figure as it comes, and writes JSON after every figure."""
+    console = Console()
+    device = jax.devices()[0].device_kind
+    console.print(f"jax {jax.__version__} on {device}")
+    figures: list[dict[str, Any]] = []
+    for one in measure(settings, console, driver):
+        figures.append(one)
+        speed = "" if one["tflops"] is None else f", {one['tflops']:.0f} TFLOP/s"
+        text = f"{one['case']}, {one['part']}, {one['tiles']}: {one['ms']:.4f} ms{speed}, {one['ratio']:.3f}"
+        console.print(text, soft_wrap=True)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            facts = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}
+            out.write_text(json.dumps({**facts, "figures": figures}, indent=1) + "\n")
+    return figures
+
+
+def main(argv: list[str]) -> None:
+    """Measure what the flags say."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    settings = settings_of_flags(Settings)
+    if flags.FLAGS.build:
+        build(settings, Console())
+    else:
+        run(settings, Path(flags.FLAGS.out) if flags.FLAGS.out else None)
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    flags.DEFINE_bool("build", False, "Build what is missing into the cache, and measure nothing.")
+    app.run(main)
