@@ -36,7 +36,8 @@ def cache_folder() -> Path:
 
 
 def _cache_file(plan: KernelPlan) -> Path:
-    return cache_folder() / f"{plan.key}-{plan.digest[:16]}-{source_digest(plan)[:16]}.kernel"
+    # The digests name the plan; the key, of which file systems that allow 255 bytes may not take all, is for people.
+    return cache_folder() / f"{plan.key[:160]}-{plan.digest[:16]}-{source_digest(plan)[:16]}.kernel"
 
 
 def _read(path: Path, plan: KernelPlan) -> KernelBinary | None:

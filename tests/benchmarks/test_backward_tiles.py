@@ -8,11 +8,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from benchmarks import backward_tiles, cases
 from jax_fa4.ffi import launch
 from jax_fa4.kernels import build
 from jax_fa4.kernels.hopper.backward_plans import BACKWARD_TILES, backward_plan
+from jax_fa4.kernels.plan import KernelPlan
 
 TINY = backward_tiles.Settings(lengths=(100,), tokens=100, hidden=128, turns=1, turn_ms=0.1)
 
@@ -45,6 +47,17 @@ def test_without_the_compiler_the_default_is_left(
     printed = capsys.readouterr().out
     assert "80 ahead is left out" in printed
     assert "d128 full 100, whole, default" in printed
+
+
+def test_building_asks_for_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[KernelPlan] = []
+    monkeypatch.setattr(backward_tiles.bundle, "find", found.append)
+    backward_tiles.build(TINY, Console(quiet=True))
+    kernels = {(plan.kernel, plan.options) for plan in found}
+    # Dense and causal calls take the same kernels; all of 80 queries share a postprocess, and all others one.
+    names = [name for name, _ in kernels]
+    asked = {name: names.count(name) for name in names}
+    assert asked == {"preprocess": 1, "backward": 6, "postprocess": 1, "postprocess_turned": 1}
 
 
 @pytest.mark.skipif(build.compiler_version() is None, reason="the wheel has the default's kernels alone")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jax_fa4.kernels import build, bundle, plans
+from jax_fa4.kernels.hopper.backward_plans import backward_plan
 from jax_fa4.kernels.plan import KernelPlan, Parameter
 from jax_fa4.kernels.plans import bundled_plans, preprocess_plan
 
@@ -117,6 +118,15 @@ def test_built_once_then_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert bundle.stored(UNBUNDLED) is None, "a damaged file must count as none"
     file.unlink()
     bundle.find.cache_clear()
+
+
+def test_file_systems_take_the_names_of_cached_kernels() -> None:
+    """255 bytes, eight of which a file has in addition while it is written."""
+    plan = backward_plan("bfloat16", 128, "intervals", ordered=True, split=True)
+    others = (backward_plan("bfloat16", 128, "intervals", split=True), backward_plan("float16", 128, "intervals"))
+    names = {bundle._cache_file(one).name for one in (plan, *others)}
+    assert len(names) == 3
+    assert max(map(len, names)) <= 247 < len(plan.key) + 34 + len(".kernel")
 
 
 def test_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
