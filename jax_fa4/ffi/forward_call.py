@@ -75,6 +75,13 @@ def softmax_floats(problem: AttentionProblem) -> dict[str, float]:
     return {"scale_log2": scale_log2, "slack": SLACK_LOG2 / scale_log2, "cap_log2": cap_log2}
 
 
+def add_counter(buffers: dict[str, Any], results: dict[str, jax.ShapeDtypeStruct], aliases: dict[str, str]) -> None:
+    """Give the launch of persistent blocks the counter, 0 at first, that hands out their items."""
+    buffers["zero_counter"] = jnp.zeros(1, jnp.int32)
+    results["counter"] = jax.ShapeDtypeStruct((1,), jnp.int32)
+    aliases["zero_counter"] = "counter"
+
+
 def empty_results(problem: AttentionProblem, operands: AttentionOperands) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp where there are no queries, keys or heads."""
     rows = problem.batch, problem.query_length, problem.query_heads

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.ffi import hopper_forward
-from jax_fa4.ffi.forward_call import band_edges, mask_kind, softmax_floats
+from jax_fa4.ffi.forward_call import add_counter, band_edges, mask_kind, softmax_floats
 from jax_fa4.ffi.launch import CUDA_DRIVER, LaunchError, even_section, launch
 from jax_fa4.ffi.mask_buffers import backward_mask_buffers, hide_unseen, zero_unseen
 from jax_fa4.ffi.postprocess import postprocess
@@ -195,9 +195,7 @@ def _launch(
         buffers["zero_flags"], results["flags"] = flags, _like(flags)
         aliases["zero_flags"] = "flags"
     if tiles.persistent:
-        buffers["zero_counter"] = jnp.zeros(1, jnp.int32)
-        results["counter"] = _like(buffers["zero_counter"])
-        aliases["zero_counter"] = "counter"
+        add_counter(buffers, results, aliases)
     if mask in ("intervals", "ids"):
         buffers |= _of_mask(problem, shared, operands, tiles.query_tile, rows)
         buffers |= _hidden(problem, operands, grad_out, tiles.query_tile, driver)

@@ -11,6 +11,7 @@ from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.ffi.forward_call import (
     REMEDY,
     ForwardCall,
+    add_counter,
     empty_results,
     packs_heads,
     softmax_floats,
@@ -139,5 +140,9 @@ def hopper_forward(
     call = forward_call(problem, tiles, policy, packed)
     plan = plan_of(problem, tiles, policy, packed)
     buffers, integers = call.arguments(operands, driver)
-    results = launch(plan, buffers, call.results(), integers, softmax_floats(problem), driver=driver)
+    outputs = call.results()
+    aliases: dict[str, str] = {}
+    if plan.option("persistent"):
+        add_counter(buffers, outputs, aliases)
+    results = launch(plan, buffers, outputs, integers, softmax_floats(problem), aliases=aliases, driver=driver)
     return call.unpack(results["out"]), call.unpack(results["lse"])

@@ -43,7 +43,7 @@ has 64 rows; what the warpgroups share of dQ depends on that:
 With 80 queries, at head_dim 128, dV and dK take five pieces of 16 queries, probabilities are rounded with dS and not
 before, which saves the registers of both forms. Where scores are ahead dS has one stage: there is no memory for more.
 
-A block has one item, or, if it is persistent, one after the other (`backward_queue.py`). Between two items keys, values
+A block has one item, or, if it is persistent, one after the other (`item_queue.py`). Between two items keys, values
 and the first queries are loaded while the gradients of the last keys leave; these are then staged over dS and the
 staged sums instead of over keys and values:
 
@@ -79,9 +79,10 @@ from jax_fa4.kernels.hopper.backward_item import (
     Shape,
     Walk,
 )
-from jax_fa4.kernels.hopper.backward_queue import Progress, Queue, walk
 from jax_fa4.kernels.hopper.forward import GROUP_ROWS, WARPS_PER_GROUP, _tiles_of
+from jax_fa4.kernels.hopper.item_queue import Progress, Queue, walk
 from jax_fa4.kernels.parts import bulk
+from jax_fa4.kernels.parts.block_walk import WorkItem
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
 from jax_fa4.kernels.parts.memory import read
 from jax_fa4.kernels.plan import KernelPlan
@@ -298,7 +299,9 @@ class HopperBackward:
         band, strides = (offset, left, right, section_heads), (interval_stride, rank_stride, query_tiles)
         call = Call(shape, *tables, queries, keys, item_heads, *band, *strides)
         memory = Memory.allocate(shape)
-        queue = Queue(counter, item_count, memory.numbers, memory.number_barriers, 1 + GROUPS * WARPS_PER_GROUP)
+        readers = 1 + GROUPS * WARPS_PER_GROUP
+        queue = Queue(counter, item_count, call.item, memory.entries, memory.entry_barriers, readers)
+        own = None if shape.is_persistent else call.item(None)
         if this_warp == 0:
             for tensor_map in (query_map, key_map, value_map, grad_out_map):
                 cpasync.prefetch_descriptor(tensor_map)
@@ -314,22 +317,22 @@ class HopperBackward:
             of_call = job.item.head * walked, heads, query_tiles
             return Context(shape, memory, Walk(job.item, walked), progress, *of_call)
 
-        def load(number: Any, progress: Progress) -> Int32:
-            job = call.job(number)
+        def load(item: WorkItem, progress: Progress) -> Int32:
+            job = call.job(item)
             context = context_of(job, progress)
             queries_and_keys = (query_map, hidden_query_map), (key_map, hidden_key_map)
             maps = *queries_and_keys, (value_map, hidden_value_map), (grad_out_map, hidden_grad_out_map)
             Load(context, maps, (lse, delta), job.hidden).run(job.item.head // splits)
             return context.walk.steps
 
-        def add(number: Any, progress: Progress) -> Int32:
-            job = call.job(number)
+        def add(item: WorkItem, progress: Progress) -> Int32:
+            job = call.job(item)
             context = context_of(job, progress)
             Add(context, sums, flags, job.order).run()
             return context.walk.steps
 
-        def compute(number: Any, progress: Progress) -> Int32:
-            job = call.job(number)
+        def compute(item: WorkItem, progress: Progress) -> Int32:
+            job = call.job(item)
             context = context_of(job, progress)
             group = this_warp // WARPS_PER_GROUP - 1
             scales = scale, scale_log2, cap_log2
@@ -344,21 +347,21 @@ class HopperBackward:
         if this_warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(shape.load_registers)
             if this_warp == 0:
-                self.each_item(queue, True, load)
+                self.each_item(own, queue, True, load)
             if this_warp == 1:
-                self.each_item(queue, False, add)
+                self.each_item(own, queue, False, add)
         else:
             cute.arch.setmaxregister_increase(shape.compute_registers)
-            self.each_item(queue, False, compute)
+            self.each_item(own, queue, False, compute)
             if cutlass.const_expr(shape.is_persistent):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def each_item(self, queue: Queue, leads: bool, work: Any) -> None:
-        """A role's work for this block's item, or for one after the other."""
-        if self.shape.is_persistent:
+    def each_item(self, own: WorkItem | None, queue: Queue, leads: bool, work: Any) -> None:
+        """A role's work for this block's own item, or for one after the other."""
+        if own is None:
             walk(queue, leads, work)
         else:
-            work(None, Progress(Int32(0), Int32(0)))
+            work(own, Progress(Int32(0), Int32(0), Int32(0)))
 
     def tensor_map(self, operation: Any, pointer: cute.Pointer, rows: int) -> cute.CopyAtom:
         """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""

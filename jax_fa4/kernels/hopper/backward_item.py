@@ -13,9 +13,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from jax_fa4.kernels.hopper.backward_queue import PLACES, Progress
 from jax_fa4.kernels.hopper.forward import ELEMENTS, GROUP_ROWS, WARPS_PER_GROUP
-from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
+from jax_fa4.kernels.hopper.item_queue import PLACES, Progress
+from jax_fa4.kernels.parts.block_walk import ITEM_FIELDS, Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
 from jax_fa4.kernels.parts.tile_mask import SegmentIds
 from jax_fa4.kernels.plan import KernelPlan
@@ -243,8 +243,8 @@ class Memory:
     values: Ring
     queries: Ring
     grads: Ring
-    numbers: Any  # int32, of items; of persistent blocks alone, as are their barriers
-    number_barriers: Any
+    entries: Any  # items; of persistent blocks alone, as are their barriers
+    entry_barriers: Any
 
     @staticmethod
     def allocate(shape: Shape) -> Memory:
@@ -261,15 +261,15 @@ class Memory:
         staged = memory.allocate_array(Float32, GROUPS * shape.sum_floats)
         lse, delta = (memory.allocate_array(Float32, count * shape.query_tile) for count in counts)
         places = PLACES if shape.is_persistent else 0
-        numbers = memory.allocate_array(Int32, places) if places else None
+        entries = memory.allocate_array(Int32, places * ITEM_FIELDS) if places else None
         barriers = memory.allocate_array(Int64, 2 * (1 + 1 + sum(counts) + places))
         tile_bytes, step_bytes = KEY_TILE * shape.row_bytes, shape.query_tile * (shape.row_bytes + 4)
         keys, values = Ring(barriers, 1, tile_bytes), Ring(barriers + 2, 1, tile_bytes)
         queries = Ring(barriers + 4, shape.query_stages, step_bytes)
         grads = Ring(queries.barriers + 2 * shape.query_stages, shape.grad_stages, step_bytes)
-        number_barriers = grads.barriers + 2 * shape.grad_stages
+        entry_barriers = grads.barriers + 2 * shape.grad_stages
         tensors, rings = (key, value, query, grad_out, grad_scores), (keys, values, queries, grads)
-        return Memory(*tensors, staged, lse, delta, *rings, numbers, number_barriers)
+        return Memory(*tensors, staged, lse, delta, *rings, entries, entry_barriers)
 
     def gradients(self, shape: Shape) -> tuple[Any, Any]:
         """Where the gradients of keys and values are staged: over keys and values, or, where these are to be loaded
@@ -282,7 +282,7 @@ class Memory:
         return both[None, None, 0], both[None, None, 1]
 
     def init(self) -> None:
-        """Set the arrival counts of all events but those of items' numbers (call in one thread)."""
+        """Set the arrival counts of all events but those of items (call in one thread)."""
         for ring in (self.keys, self.values, self.queries, self.grads):
             ring.init(GROUPS * WARPS_PER_GROUP)
 
@@ -322,14 +322,17 @@ class Call:
     rank_stride: Int32
     query_tiles: Int32
 
-    def job(self, number: Int32 | None) -> Job:
+    def item(self, number: Int32 | None) -> WorkItem:
         """The item of that number; None: of this block's place in the grid."""
-        return self._job_of_table(number) if self.shape.intervals else self._job_of_band(number)
+        if not self.shape.intervals:
+            return self._item_of_band(number)
+        return WorkItem.read(self.items, cute.arch.block_idx()[0] if number is None else number)
 
-    def _job_of_table(self, number: Int32 | None) -> Job:
-        if number is None:
-            number, _, _ = cute.arch.block_idx()
-        item = WorkItem.read(self.items, number)
+    def job(self, item: WorkItem) -> Job:
+        """What is about an item."""
+        return self._job_of_table(item) if self.shape.intervals else self._job_of_band(item)
+
+    def _job_of_table(self, item: WorkItem) -> Job:
         first_row = Int64(item.batch) * self.interval_stride
         visible = RowIntervals(self.keys, self.lo + first_row, self.hi + first_row)
         hidden = (
@@ -346,26 +349,32 @@ class Call:
             ids = SegmentIds(self.key_ids + first_key, self.query_ids + first_query, self.keys, self.queries)
         return Job(item, visible, ids, order, hidden)
 
-    def _job_of_band(self, number: Int32 | None) -> Job:
+    def _job_of_band(self, item: WorkItem) -> Job:
+        order = None
+        if self.shape.is_ordered:
+            seen = Band(self.queries, self.keys, self.offset, self.left, self.right)
+            order = BandRanks(seen, self.shape.query_tile, item.query_tile)
+        return Job(item, self._band, None, order, (None, None))
+
+    @property
+    def _band(self) -> Band:
+        """Queries that a key sees."""
+        return Band(self.keys, self.queries, Int32(0) - self.offset, self.right, self.left)
+
+    def _item_of_band(self, number: Int32 | None) -> WorkItem:
         """Items in the order of the grid's x, then y, then z: sections of heads one after the other, each with its
         first keys first, which under a causal mask are the longest items; in ordered sums its last keys first."""
-        visible = Band(self.keys, self.queries, Int32(0) - self.offset, self.right, self.left)
         tiles = cute.ceil_div(self.keys, KEY_TILE)
         if number is None:
             head, place, section = cute.arch.block_idx()
         else:
             row, head = number // self.section_heads, number % self.section_heads
             section, place = row // tiles, row % tiles
-        key_tile, order = place, None
-        if self.shape.is_ordered:
-            key_tile = tiles - 1 - place
-            seen = Band(self.queries, self.keys, self.offset, self.left, self.right)
-            order = BandRanks(seen, self.shape.query_tile, key_tile)
+        key_tile = tiles - 1 - place if self.shape.is_ordered else place
         head_of_all = section * self.section_heads + head
-        item = self.item_of(visible, head_of_all // self.item_heads, head_of_all % self.item_heads, key_tile)
-        return Job(item, visible, None, order, (None, None))
+        return self._whole(self._band, head_of_all // self.item_heads, head_of_all % self.item_heads, key_tile)
 
-    def item_of(self, visible: Band, batch: Int32, head: Int32, key_tile: Int32) -> WorkItem:
+    def _whole(self, visible: Band, batch: Int32, head: Int32, key_tile: Int32) -> WorkItem:
         """The item of a key tile; rows of the band are keys.
 
         Queries beyond the last need no mask, since their probabilities are 0; keys beyond the last do. An item that no

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jax_fa4.kernels.hopper.plans import ARCHITECTURE, FORWARD_DTYPES, GROUP_ROWS, WARPS_PER_GROUP, Mask
+from jax_fa4.kernels.hopper.plans import (
+    ARCHITECTURE,
+    FORWARD_DTYPES,
+    GROUP_ROWS,
+    ITEM_BYTES,
+    PLACES,
+    WARPS_PER_GROUP,
+    Mask,
+)
 from jax_fa4.kernels.plan import (
     DTYPES,
     Event,
@@ -20,7 +28,6 @@ from jax_fa4.kernels.plan import (
 
 GROUPS = 2  # computing warpgroups, of 64 keys each
 KEY_TILE = GROUPS * GROUP_ROWS
-PLACES = 2  # numbers of items in shared memory, of persistent blocks
 # Launched with 168 registers for each of 384 threads; setmaxnreg moves them: 4 * 24 + 8 * 240 = 12 * 168 (a warp each).
 LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
 # Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need.
@@ -140,11 +147,11 @@ def _events(tiles: BackwardTiles, row_bytes: int) -> tuple[Event, ...]:
             Event(f"{ring}_free", (("compute", readers),), ("load",), readers, count),
         )
     ]
-    numbers = (
+    items = (
         Event("item_known", (("load", 1),), ("add", "compute"), 1, PLACES),
         Event("item_taken", (("add", 1), ("compute", readers)), ("load",), 1 + readers, PLACES),
     )
-    return (*rings, *(numbers if tiles.persistent else ()))
+    return (*rings, *(items if tiles.persistent else ()))
 
 
 def _shared(head_dim: int, tiles: BackwardTiles, row_bytes: int, element_bytes: int) -> tuple[SharedBuffer, ...]:
@@ -155,7 +162,7 @@ def _shared(head_dim: int, tiles: BackwardTiles, row_bytes: int, element_bytes: 
     gradients = [
         SharedBuffer(f"staged_grad_{name.removesuffix('s')}", key_bytes, alignment=1024, over=name) for name in over
     ]
-    numbers = [SharedBuffer("numbers", 4, PLACES, alignment=8)]
+    entries = [SharedBuffer("entries", ITEM_BYTES, PLACES)]
     return (
         SharedBuffer("keys", key_bytes, alignment=1024),
         SharedBuffer("values", key_bytes, alignment=1024),
@@ -166,7 +173,7 @@ def _shared(head_dim: int, tiles: BackwardTiles, row_bytes: int, element_bytes: 
         SharedBuffer("staged_sums", tiles.query_tile * sum_columns(head_dim) * 4),
         SharedBuffer("lse", row_values, tiles.query_stages),
         SharedBuffer("delta", row_values, tiles.grad_stages),
-        *(numbers if tiles.persistent else []),
+        *(entries if tiles.persistent else []),
     )
 
 

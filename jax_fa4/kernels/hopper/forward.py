@@ -8,9 +8,10 @@ A work item is a tile of 64 * groups query rows of one head; it walks the tiles 
     warps 12..15     attend    warpgroup 2: query rows 128 .. 191 (plans with three groups)
 
     shared memory    query     groups x (64, head_dim)         later the output's staging, each group in its own part
+                     out       groups x (64, head_dim)         its staging in persistent blocks
                      keys      stages x (key_tile, head_dim)   ring: landed / free
                      values    stages x (key_tile, head_dim)   ring: landed / free
-                     barriers  query landed; landed and free of each stage
+                     barriers  landed and free of each group's query and of each stage
 
     registers of an attending thread, for a quarter of two rows (r, r + 8):
                      scores    key_tile / 2 float32            accumulator of Q K^T
@@ -22,6 +23,9 @@ the former only. Warpgroups take turns in issuing, so that one's softmax runs un
 
     group 0   [QK 1][PV 0] max 1, exp 1, round ......... [QK 2][PV 1] ...
     group 1   ............ [QK 1][PV 0] max 1, exp 1, round ......... [QK 2][PV 1] ...
+
+A block has one item, or, if it is persistent, one after the other (`item_queue.py`): the next queries and the first
+keys are loaded during the last step, and the output leaves during the next item's first.
 
 This overlap is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2), the order of the items and the lazy
 rescaling are FlashAttention-4's (arXiv 2603.05451). docs/performance.md says which sizes were measured.
@@ -40,7 +44,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_ptr
 from cutlass.utils import hopper_helpers
 
-from jax_fa4.kernels.parts.block_walk import Band, RowIntervals, WorkItem
+from jax_fa4.kernels.hopper.item_queue import PLACES, Progress, Queue, walk
+from jax_fa4.kernels.parts.block_walk import ITEM_FIELDS, Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring, Turns
 from jax_fa4.kernels.parts.memory import read
 from jax_fa4.kernels.parts.rounding import round_pair
@@ -72,6 +77,7 @@ class Shape:
     has_ids: bool  # masked tiles may have to compare ids
     has_cap: bool
     has_sinks: bool
+    is_persistent: bool  # a block does one item after the other
 
     @staticmethod
     def of(plan: KernelPlan) -> Shape:
@@ -92,6 +98,7 @@ class Shape:
             has_ids=mask == "ids",
             has_cap=option("soft_cap"),
             has_sinks=option("sinks"),
+            is_persistent=option("persistent"),
         )
 
     @property
@@ -137,20 +144,99 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Context:
-    """What every role shares: the item, what its rows see, the buffers and the events."""
+class Memory:
+    """Buffers and events in shared memory."""
 
-    shape: Shape
-    item: WorkItem
-    visible: Band | RowIntervals
-    ids: Any  # SegmentIds, or None where nothing compares them
-    lse_strides: tuple[Int32, Int32, Int32]  # in elements, of batch rows, rows and heads
     query: cute.Tensor
     key: cute.Tensor
     value: cute.Tensor
-    query_landed: cute.Pointer
+    out: cute.Tensor
+    queries: Ring  # a stage for each group
     keys: Ring
     values: Ring
+    entries: Any  # items; of persistent blocks alone, as are their barriers
+    entry_barriers: Any
+
+    @staticmethod
+    def allocate(shape: Shape) -> Memory:
+        """Lay out shared memory in the plan's order."""
+        memory = cutlass.memory.SmemAllocator()
+
+        def tiles(layout: cute.ComposedLayout) -> cute.Tensor:
+            return memory.allocate_tensor(shape.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+        query = tiles(shape.tile_layout(GROUP_ROWS, shape.groups))
+        key, value = (tiles(shape.tile_layout(shape.key_tile, shape.stages)) for _ in range(2))
+        out = tiles(shape.tile_layout(GROUP_ROWS, shape.groups)) if shape.is_persistent else query
+        places = PLACES if shape.is_persistent else 0
+        entries = memory.allocate_array(Int32, places * ITEM_FIELDS) if places else None
+        barriers = memory.allocate_array(Int64, 2 * (shape.groups + 2 * shape.stages + places))
+        queries = Ring(barriers, shape.groups, GROUP_ROWS * shape.row_bytes)
+        keys = Ring(barriers + 2 * shape.groups, shape.stages, shape.key_tile * shape.row_bytes)
+        values = Ring(keys.barriers + 2 * shape.stages, shape.stages, shape.key_tile * shape.row_bytes)
+        return Memory(query, key, value, out, queries, keys, values, entries, values.barriers + 2 * shape.stages)
+
+    def init(self, shape: Shape) -> None:
+        """Set the arrival counts of all events but those of items (call in one thread)."""
+        self.queries.init(WARPS_PER_GROUP)
+        for ring in (self.keys, self.values):
+            ring.init(shape.groups * WARPS_PER_GROUP)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What rows see in every batch row, by arithmetic or from memory; pointers are None where the plan has none."""
+
+    shape: Shape
+    band: Band
+    interval_stride: Int32
+    lo: Any
+    hi: Any
+    query_ids: Any
+    key_ids: Any
+
+    def visible(self, batch: Int32) -> Band | RowIntervals:
+        """Keys that the queries of a batch row see."""
+        if not self.shape.intervals:
+            return self.band
+        first = Int64(batch) * self.interval_stride
+        return RowIntervals(self.band.queries, self.lo + first, self.hi + first)
+
+    def ids(self, batch: Int32) -> SegmentIds:
+        """Ids of a batch row."""
+        queries, keys = self.band.queries, self.band.keys
+        first_query, first_key = Int64(batch) * queries, Int64(batch) * keys
+        return SegmentIds(self.query_ids + first_query, self.key_ids + first_key, queries, keys)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every role shares: the item, what its rows see, what came before, shared memory."""
+
+    shape: Shape
+    memory: Memory
+    item: WorkItem
+    masks: Masks
+    lse_strides: tuple[Int32, Int32, Int32]  # in elements, of batch rows, rows and heads
+    progress: Progress
+
+    @property
+    def visible(self) -> Band | RowIntervals:
+        """Keys that the item's queries see."""
+        return self.masks.visible(self.item.batch)
+
+    @property
+    def ids(self) -> SegmentIds:
+        """Ids of the item's queries and keys."""
+        return self.masks.ids(self.item.batch)
+
+    def use(self, step: Any) -> Int32:
+        """Which use of the rings a step of the item is."""
+        return self.progress.steps + Int32(step)
+
+    def query_use(self, group: Any) -> Int32:
+        """Which use of the ring of queries those of a group are."""
+        return self.progress.items * self.shape.groups + Int32(group)
 
 
 def _tiles_of(tensor_map: cute.CopyAtom, buffer: cute.Tensor, rows: int, head: Int32, batch: Int32) -> tuple[Any, Any]:
@@ -176,10 +262,11 @@ class Load:
         shape, item = context.shape, context.item
         self.context, self.hidden_tiles = context, hidden_tiles
         self.query_map, self.key_map, self.value_map, self.hidden_map = maps
+        memory = context.memory
         kv_head, query_batch = item.head // group_size, item.batch // query_copies
-        self.query = _tiles_of(self.query_map, context.query, GROUP_ROWS, item.head, query_batch)
-        self.key = _tiles_of(self.key_map, context.key, shape.key_tile, kv_head, item.batch)
-        self.value = _tiles_of(self.value_map, context.value, shape.key_tile, kv_head, item.batch)
+        self.query = _tiles_of(self.query_map, memory.query, GROUP_ROWS, item.head, query_batch)
+        self.key = _tiles_of(self.key_map, memory.key, shape.key_tile, kv_head, item.batch)
+        self.value = _tiles_of(self.value_map, memory.value, shape.key_tile, kv_head, item.batch)
 
     @cute.jit
     def run(self) -> None:
@@ -187,20 +274,19 @@ class Load:
         steps = self.context.item.count
         self.load_query(0)
         if steps > 0:
-            self.load_step(self.key_map, self.key, self.context.keys, Int32(0))
+            self.load_step(self.key_map, self.key, self.context.memory.keys, Int32(0))
         for group in cutlass.range_constexpr(1, self.context.shape.groups):
             self.load_query(group)
         if steps > 0:
             for step in cutlass.range(1, steps, 1, unroll=1):
-                self.load_step(self.key_map, self.key, self.context.keys, step)
+                self.load_step(self.key_map, self.key, self.context.memory.keys, step)
                 self.load_values(step - 1)
             self.load_values(steps - 1)
 
     def load_query(self, group: int) -> None:
         """One group's query rows."""
-        shape, landed = self.context.shape, self.context.query_landed + group
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(landed, GROUP_ROWS * shape.row_bytes)
+        shape, context = self.context.shape, self.context
+        landed = context.memory.queries.acquire(context.query_use(group))
         buffer, tiles = self.query
         tile = self.context.item.query_tile * shape.groups + group
         cute.copy(self.query_map, tiles[None, tile], buffer[None, group], tma_bar_ptr=landed)
@@ -208,21 +294,22 @@ class Load:
     def load_step(self, tensor_map: cute.CopyAtom, partition: tuple[Any, Any], ring: Ring, step: Any) -> None:
         """Keys or values of one step."""
         buffer, tiles = partition
-        landed = ring.acquire(step)
+        use = self.context.use(step)
+        landed = ring.acquire(use)
         key_tile = self.context.item.key_tile(step)
-        cute.copy(tensor_map, tiles[None, key_tile], buffer[None, ring.stage(step)], tma_bar_ptr=landed)
+        cute.copy(tensor_map, tiles[None, key_tile], buffer[None, ring.stage(use)], tma_bar_ptr=landed)
 
     @cute.jit
     def load_values(self, step: Any) -> None:
         """Values of one step: those in which rows that nobody sees are zeros, where the tile has such rows."""
         if cutlass.const_expr(not self.context.shape.intervals):
-            self.load_step(self.value_map, self.value, self.context.values, step)
+            self.load_step(self.value_map, self.value, self.context.memory.values, step)
         else:
             flag = read(self.hidden_tiles, self.context.item.key_tile(step))
             if cute.arch.make_warp_uniform(flag) == 0:
-                self.load_step(self.value_map, self.value, self.context.values, step)
+                self.load_step(self.value_map, self.value, self.context.memory.values, step)
             else:
-                self.load_step(self.hidden_map, self.value, self.context.values, step)
+                self.load_step(self.hidden_map, self.value, self.context.memory.values, step)
 
 
 class Attend:
@@ -241,9 +328,11 @@ class Attend:
         shape, context = self.shape, self.context
         score_product, output_product = shape.score_product(), shape.output_product()
         of_scores, of_out = score_product.get_slice(self.thread), output_product.get_slice(self.thread)
-        value_columns = cute.make_tensor(context.value.iterator, cute.select(context.value.layout, mode=[1, 0, 2]))
-        self.query = score_product.make_fragment_A(of_scores.partition_A(context.query))
-        self.key = score_product.make_fragment_B(of_scores.partition_B(context.key))
+        value_columns = cute.make_tensor(
+            context.memory.value.iterator, cute.select(context.memory.value.layout, mode=[1, 0, 2])
+        )
+        self.query = score_product.make_fragment_A(of_scores.partition_A(context.memory.query))
+        self.key = score_product.make_fragment_B(of_scores.partition_B(context.memory.key))
         self.value = output_product.make_fragment_B(of_out.partition_B(value_columns))
         tile = (GROUP_ROWS, shape.key_tile)
         self.scores = cute.make_rmem_tensor(score_product.partition_shape_C(tile), Float32)
@@ -254,9 +343,8 @@ class Attend:
     def run(self) -> None:
         """Every step of the item."""
         item = self.context.item
-        self.turns.open(self.group)
         self.out.fill(0.0)
-        cute.arch.mbarrier_wait(self.context.query_landed + self.group, 0)
+        self.context.memory.queries.wait_landed(self.context.query_use(self.group))
         if item.count > 0:
             self.first()
             masked = item.masked_count
@@ -264,18 +352,26 @@ class Attend:
                 self.step(step, is_masked=True)
             for step in cutlass.range(cutlass.max(masked, Int32(1)), item.count, 1, unroll=1):
                 self.step(step, is_masked=False)
+            self.release_query()
             self.last(item.count - 1)
+        else:
+            self.release_query()
+
+    def release_query(self) -> None:
+        """This warp has read its group's queries."""
+        with cute.arch.elect_one():
+            self.context.memory.queries.release(self.context.query_use(self.group))
 
     def first(self) -> None:
         """Scores of step 0. The mask is applied even if no row needs it: a third copy of the code would gain little."""
         step, factors = Int32(0), cute.make_rmem_tensor((2,), Float32)
-        self.context.keys.wait_landed(step)
+        self.context.memory.keys.wait_landed(self.context.use(step))
         self.turns.wait()
         warpgroup.fence()
         self.multiply_keys(step)
         self.turns.give()
         warpgroup.wait_group(0)
-        self.release(self.context.keys, step)
+        self.release(self.context.memory.keys, step)
         self.finish_scores(step, is_masked=True)
         self.softmax.raise_max(self.scores, factors)
         self.softmax.exponentiate(self.scores)
@@ -283,12 +379,12 @@ class Attend:
 
     def step(self, step: Any, is_masked: bool) -> None:
         """Scores of this step and output of the one before, in the tensor core together."""
-        keys, values = self.context.keys, self.context.values
-        keys.wait_landed(step)
+        keys, values = self.context.memory.keys, self.context.memory.values
+        keys.wait_landed(self.context.use(step))
         self.turns.wait()
         warpgroup.fence()
         self.multiply_keys(step)
-        values.wait_landed(step - 1)
+        values.wait_landed(self.context.use(step - 1))
         self.multiply_values(step - 1)
         self.turns.give()
         warpgroup.wait_group(1)
@@ -305,14 +401,16 @@ class Attend:
 
     def last(self, step: Int32) -> None:
         """Output of the last step."""
-        self.context.values.wait_landed(step)
+        values = self.context.memory.values
+        values.wait_landed(self.context.use(step))
         warpgroup.fence()
         self.multiply_values(step)
         warpgroup.wait_group(0)
+        self.release(values, step)
 
     def multiply_keys(self, step: Int32) -> None:
         """Issue scores = Q K^T."""
-        stage, product = self.context.keys.stage(step), self.shape.score_product()
+        stage, product = self.context.memory.keys.stage(self.context.use(step)), self.shape.score_product()
         for depth in range(self.shape.head_dim // PRODUCT_DEPTH):
             product.set(warpgroup.Field.ACCUMULATE, depth > 0)
             query, key = self.query[None, None, depth, self.group], self.key[None, None, depth, stage]
@@ -321,7 +419,7 @@ class Attend:
 
     def multiply_values(self, step: Int32) -> None:
         """Issue out += P V."""
-        stage, product = self.context.values.stage(step), self.shape.output_product()
+        stage, product = self.context.memory.values.stage(self.context.use(step)), self.shape.output_product()
         product.set(warpgroup.Field.ACCUMULATE, True)
         for depth in range(self.shape.key_tile // PRODUCT_DEPTH):
             cute.gemm(product, self.out, self.probs[None, None, depth], self.value[None, None, depth, stage], self.out)
@@ -330,7 +428,7 @@ class Attend:
     def release(self, ring: Ring, step: Int32) -> None:
         """This warp has read the stage of that step."""
         with cute.arch.elect_one():
-            ring.release(step)
+            ring.release(self.context.use(step))
 
     def finish_scores(self, step: Int32, is_masked: bool) -> None:
         """Cap the raw scores, and hide the keys outside each row's interval."""
@@ -375,8 +473,14 @@ class Attend:
             pairs[pair] = round_pair(self.scores[2 * pair], self.scores[2 * pair + 1], self.shape.dtype)
 
     @cute.jit
+    def wait_until_output_left(self, is_first_warp: Any) -> None:
+        """The first warp, which issued the last item's copy, waits until it has read the staging."""
+        if is_first_warp:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
     def store(self, out_map: cute.CopyAtom, lse: cute.Pointer, sinks: Any) -> None:
-        """Normalise, stage in this group's part of the query buffer, copy out; write the LSE."""
+        """Normalise, stage in this group's part of the buffer, copy out; write the LSE."""
         context, shape, item = self.context, self.shape, self.context.item
         sink = None
         if cutlass.const_expr(shape.has_sinks):
@@ -387,23 +491,28 @@ class Attend:
         for pair in cutlass.range_constexpr(cute.size(pairs)):
             factor = closing[pair % 2][0]
             pairs[pair] = round_pair(self.out[2 * pair] * factor, self.out[2 * pair + 1] * factor, shape.dtype)
-        # A warp's products are done; those of the group's other warps may still read the queries.
+        # A warp's products are done; those of the group's other warps may still read the queries. In persistent blocks
+        # the output of the item before may still be on its way.
+        is_first_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
+        if cutlass.const_expr(shape.is_persistent):
+            self.wait_until_output_left(is_first_warp)
         cute.arch.barrier(barrier_id=STAGED_BARRIER + self.group, number_of_threads=GROUP_THREADS)
         to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), shape.dtype)
         mine = cute.make_tiled_copy_C(to_shared, shape.output_product()).get_slice(self.thread)
-        cute.copy(to_shared, mine.retile(rounded), mine.partition_D(context.query[None, None, self.group]))
+        cute.copy(to_shared, mine.retile(rounded), mine.partition_D(context.memory.out[None, None, self.group]))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STAGED_BARRIER + self.group, number_of_threads=GROUP_THREADS)
-        if cute.arch.make_warp_uniform(self.thread // 32) == 0:
-            buffer, tiles = _tiles_of(out_map, context.query, GROUP_ROWS, item.head, item.batch)
+        if is_first_warp:
+            buffer, tiles = _tiles_of(out_map, context.memory.out, GROUP_ROWS, item.head, item.batch)
             cute.copy(out_map, buffer[None, self.group], tiles[None, item.query_tile * shape.groups + self.group])
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if cutlass.const_expr(not shape.is_persistent):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
         by_batch, by_row, by_head = context.lse_strides
         if self.lane % 4 == 0:
             for half in cutlass.range_constexpr(2):
                 row = self.row + 8 * half
-                if row < context.visible.queries:
+                if row < context.masks.band.queries:
                     place = Int64(item.batch) * by_batch + Int64(row) * by_row + item.head * by_head
                     cute.make_tensor(lse + place, cute.make_layout(1))[0] = closing[half][1]
 
@@ -423,6 +532,7 @@ class HopperForward:
         out_map: cute.CopyAtom,
         hidden_map: Any,
         lse: cute.Pointer,
+        counter: Any,
         sinks: Any,
         items: Any,
         lo: Any,
@@ -441,80 +551,86 @@ class HopperForward:
         lse_batch_stride: Int32,
         lse_row_stride: Int32,
         lse_head_stride: Int32,
+        item_count: Int32,
         group_size: cute.FastDivmodDivisor,
         query_copies: cute.FastDivmodDivisor,
         scale_log2: Float32,
         slack: Float32,
         cap_log2: Float32,
     ) -> None:
-        """Find the item, set up shared memory and events, take the role."""
+        """Set up shared memory and events, take the role, do its work for each item."""
         shape = self.shape
         thread, _, _ = cute.arch.thread_idx()
-        block, query_tile, section = cute.arch.block_idx()
         this_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        memory = Memory.allocate(shape)
+        band = Band(queries, keys, offset, left, right)
+        masks = Masks(shape, band, interval_stride, lo, hi, query_ids, key_ids)
+
+        def item_of(number: Any) -> WorkItem:
+            """The item of that number; None: of this block's place in the grid."""
+            if cutlass.const_expr(shape.intervals):
+                return WorkItem.read(items, cute.arch.block_idx()[0] if number is None else number)
+            # Blocks start in the order of x, then y, then z: sections of heads one after the other, each with its
+            # longest query tiles first.
+            tiles = cute.ceil_div(queries, shape.rows)
+            if cutlass.const_expr(number is None):
+                block, query_tile, section = cute.arch.block_idx()
+            else:
+                row, block = number // section_heads, number % section_heads
+                section, query_tile = row // tiles, row % tiles
+            head_of_all = section * section_heads + block
+            places = head_of_all // heads, head_of_all % heads, tiles - 1 - query_tile
+            return band.work_item(*places, shape.rows, shape.key_tile)
+
+        lse_strides = lse_batch_stride, lse_row_stride, lse_head_stride
+        readers = shape.groups * WARPS_PER_GROUP
+        queue = Queue(counter, item_count, item_of, memory.entries, memory.entry_barriers, readers)
+        own = None if shape.is_persistent else item_of(None)
         if this_warp == 0:
             for tensor_map in (query_map, key_map, value_map):
                 cpasync.prefetch_descriptor(tensor_map)
-        visible: Any
-        if cutlass.const_expr(shape.intervals):
-            item = WorkItem.read(items, block)
-            first_row = Int64(item.batch) * interval_stride
-            visible = RowIntervals(queries, lo + first_row, hi + first_row)
-            hidden_tiles += item.batch * cute.ceil_div(keys, shape.key_tile)
-        else:
-            visible = Band(queries, keys, offset, left, right)
-            # Blocks start in the order of x, then y, then z: sections of heads one after the other, each with its
-            # longest query tiles first.
-            head_of_all = section * section_heads + block
-            from_last = cute.ceil_div(queries, shape.rows) - 1 - query_tile
-            places = head_of_all // heads, head_of_all % heads, from_last
-            item = visible.work_item(*places, shape.rows, shape.key_tile)
-        ids = None
-        if cutlass.const_expr(shape.has_ids):
-            first_query, first_key = Int64(item.batch) * queries, Int64(item.batch) * keys
-            ids = SegmentIds(query_ids + first_query, key_ids + first_key, queries, keys)
-        context = self.allocate(item, visible, ids, (lse_batch_stride, lse_row_stride, lse_head_stride))
-        if this_warp == 0:
             with cute.arch.elect_one():
-                for group in range(shape.groups):
-                    cute.arch.mbarrier_init(context.query_landed + group, 1)
-                context.keys.init(shape.groups * WARPS_PER_GROUP)
-                context.values.init(shape.groups * WARPS_PER_GROUP)
+                memory.init(shape)
+                if cutlass.const_expr(shape.is_persistent):
+                    queue.init()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+
+        def load(item: WorkItem, progress: Progress) -> Int32:
+            hidden = None
+            if cutlass.const_expr(shape.intervals):
+                hidden = hidden_tiles + item.batch * cute.ceil_div(keys, shape.key_tile)
+            context = Context(shape, memory, item, masks, lse_strides, progress)
+            maps = query_map, key_map, value_map, hidden_map
+            Load(context, maps, hidden, group_size, query_copies).run()
+            return item.count
+
+        def attend(item: WorkItem, progress: Progress) -> Int32:
+            context = Context(shape, memory, item, masks, lse_strides, progress)
+            softmax, group = SoftmaxRows.create(scale_log2, slack), this_warp // WARPS_PER_GROUP - 1
+            role = Attend(context, group, thread % GROUP_THREADS, softmax, cap_log2)
+            role.run()
+            role.store(out_map, lse, sinks)
+            return context.item.count
+
         if this_warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(shape.load_registers)
             if this_warp == 0:
-                maps = query_map, key_map, value_map, hidden_map
-                Load(context, maps, hidden_tiles, group_size, query_copies).run()
+                self.each_item(own, queue, True, load)
         else:
             cute.arch.setmaxregister_increase(shape.attend_registers)
-            softmax = SoftmaxRows.create(scale_log2, slack)
-            attend = Attend(context, this_warp // WARPS_PER_GROUP - 1, thread % GROUP_THREADS, softmax, cap_log2)
-            attend.run()
-            attend.store(out_map, lse, sinks)
+            group = this_warp // WARPS_PER_GROUP - 1
+            Turns.of(TURN_BARRIER, shape.groups, group).open(group)
+            self.each_item(own, queue, False, attend)
+            if cutlass.const_expr(shape.is_persistent):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def allocate(
-        self,
-        item: WorkItem,
-        visible: Band | RowIntervals,
-        ids: SegmentIds | None,
-        lse_strides: tuple[Int32, Int32, Int32],
-    ) -> Context:
-        """Lay out shared memory in the plan's order: query, keys, values, barriers."""
-        shape = self.shape
-        memory = cutlass.memory.SmemAllocator()
-
-        def tiles(layout: cute.ComposedLayout) -> cute.Tensor:
-            return memory.allocate_tensor(shape.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
-        query = tiles(shape.tile_layout(GROUP_ROWS, shape.groups))
-        key, value = (tiles(shape.tile_layout(shape.key_tile, shape.stages)) for _ in range(2))
-        barriers = memory.allocate_array(Int64, shape.groups + 4 * shape.stages)
-        stage_bytes = shape.key_tile * shape.row_bytes
-        keys = Ring(barriers + shape.groups, shape.stages, stage_bytes)
-        values = Ring(barriers + shape.groups + 2 * shape.stages, shape.stages, stage_bytes)
-        return Context(shape, item, visible, ids, lse_strides, query, key, value, barriers, keys, values)
+    def each_item(self, own: WorkItem | None, queue: Queue, leads: bool, work: Any) -> None:
+        """A role's work for this block's own item, or for one after the other."""
+        if own is None:
+            walk(queue, leads, work)
+        else:
+            work(own, Progress(Int32(0), Int32(0), Int32(0)))
 
     def tensor_map(self, operation: Any, pointer: cute.Pointer, rows: int) -> cute.CopyAtom:
         """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""
@@ -561,5 +677,6 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     sinks = pointer(Float32, 4) if forward.shape.has_sinks else None
     table = (pointer(Int32, 4),) * 4 if forward.shape.intervals else (None,) * 4
     ids = (pointer(Int32, 4),) * 2 if forward.shape.has_ids else (None,) * 2
-    pointers = (pointer(Float32, 4), sinks, *table, *ids)
-    return forward.host, (tensors, pointers, (Int32(1),) * 11, (Int32(1),) * 2, (Float32(1.0),) * 3)
+    counter = pointer(Int32, 4) if forward.shape.is_persistent else None
+    pointers = (pointer(Float32, 4), counter, sinks, *table, *ids)
+    return forward.host, (tensors, pointers, (Int32(1),) * 12, (Int32(1),) * 2, (Float32(1.0),) * 3)

@@ -21,15 +21,16 @@ ARCHITECTURE = "sm_90a"
 FORWARD_DTYPES = ("bfloat16", "float16")
 GROUP_ROWS = 64
 WARPS_PER_GROUP = 4
+PLACES, ITEM_BYTES = 2, 32  # of items in shared memory, of persistent blocks
 Mask = Literal["causal", "window", "intervals", "ids"]
 # Integers of a call that the kernel takes, in order, and those that only its tensor maps and grid need.
 SCALARS = (
     *("query_length", "key_length", "heads", "offset", "left", "right", "section_heads"),
-    *("interval_stride", "lse_batch_stride", "lse_row_stride", "lse_head_stride"),
+    *("interval_stride", "lse_batch_stride", "lse_row_stride", "lse_head_stride", "items"),
 )
 DIVISORS = ("group_size", "query_copies")
 SIZES = (
-    *(*DIVISORS, "kv_heads", "batch", "query_batch", "sections", "items", "head_dim", "value_dim"),
+    *(*DIVISORS, "kv_heads", "batch", "query_batch", "sections", "workers", "head_dim", "value_dim"),
     *(f"{name}_{what}_bytes" for name in ("query", "key", "value", "out") for what in ("row", "head", "batch")),
 )
 FLOATS = ("scale_log2", "slack", "cap_log2")
@@ -38,11 +39,13 @@ MASKS: tuple[Mask, ...] = ("causal", "window", "intervals", "ids")
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a forward kernel: warpgroups of 64 query rows, keys per step, stages of each ring."""
+    """Sizes of a forward kernel: warpgroups of 64 query rows, keys per step, stages of each ring; and whether there are
+    as many blocks as multiprocessors, each doing one item after the other."""
 
     groups: int
     key_tile: int
     stages: int
+    persistent: bool = False
 
     @property
     def rows(self) -> int:
@@ -102,15 +105,21 @@ def _tensor_maps(dtype: str, head_dim: int, tiles: Tiles, is_table: bool) -> tup
 def _events(tiles: Tiles, row_bytes: int) -> tuple[Event, ...]:
     """One copy fills a stage; one lane of each attending warp frees it."""
     readers, step_bytes = tiles.groups * WARPS_PER_GROUP, tiles.key_tile * row_bytes
+    uses = [("query", WARPS_PER_GROUP, tiles.groups, GROUP_ROWS * row_bytes)]
+    uses += [(ring, readers, tiles.stages, step_bytes) for ring in ("keys", "values")]
     rings = [
         event
-        for ring in ("keys", "values")
+        for name, of_stage, stages, size in uses
         for event in (
-            Event(f"{ring}_landed", (("load", 1),), ("attend",), 1, tiles.stages, step_bytes),
-            Event(f"{ring}_free", (("attend", readers),), ("load",), readers, tiles.stages),
+            Event(f"{name}_landed", (("load", 1),), ("attend",), 1, stages, size),
+            Event(f"{name}_free", (("attend", of_stage),), ("load",), of_stage, stages),
         )
     ]
-    return (Event("query_landed", (("load", 1),), ("attend",), 1, tiles.groups, GROUP_ROWS * row_bytes), *rings)
+    items = (
+        Event("item_known", (("load", 1),), ("attend",), 1, PLACES),
+        Event("item_taken", (("attend", readers),), ("load",), readers, PLACES),
+    )
+    return (*rings, *(items if tiles.persistent else ()))
 
 
 def forward_plan(
@@ -153,6 +162,11 @@ def forward_plan(
     grid = (Extent((("section_heads", 1),)), Extent((("query_length", tiles.rows),)), Extent((("sections", 1),)))
     if is_table:
         grid = (Extent((("items", 1),)), Extent(), Extent())
+    results = ["out", "lse"]
+    if tiles.persistent:
+        grid = (Extent((("workers", 1),)), Extent(), Extent())
+        operands.append("zero_counter")
+        results.append("counter")
     return KernelPlan(
         kernel="forward",
         architecture=ARCHITECTURE,
@@ -166,15 +180,16 @@ def forward_plan(
             ("groups", tiles.groups),
             ("key_tile", tiles.key_tile),
             ("stages", tiles.stages),
+            ("persistent", tiles.persistent),
         ),
         operands=tuple(operands),
-        results=("out", "lse"),
+        results=tuple(results),
         integers=(*SCALARS, *SIZES),
         floats=FLOATS,
         parameters=(
             *(Parameter("tensor_map", name) for name in ("query", "key", "value", "out")),
             *([Parameter("tensor_map", "hidden_value")] if is_table else []),
-            Parameter("result", "lse"),
+            *(Parameter("result", name) for name in results[1:]),
             *(Parameter("operand", name) for name in pointers),
             *(Parameter("int32", name) for name in SCALARS),
             *(Parameter("divisor", name) for name in DIVISORS),
@@ -188,9 +203,16 @@ def forward_plan(
         tensor_maps=_tensor_maps(dtype, head_dim, tiles, is_table),
         shared=(
             SharedBuffer("query", GROUP_ROWS * row_bytes, tiles.groups, alignment=1024),
-            SharedBuffer("staged_out", GROUP_ROWS * row_bytes, tiles.groups, alignment=1024, over="query"),
             SharedBuffer("keys", tiles.key_tile * row_bytes, tiles.stages, alignment=1024),
             SharedBuffer("values", tiles.key_tile * row_bytes, tiles.stages, alignment=1024),
+            SharedBuffer(
+                "staged_out",
+                GROUP_ROWS * row_bytes,
+                tiles.groups,
+                alignment=1024,
+                over=None if tiles.persistent else "query",
+            ),
+            *([SharedBuffer("entries", ITEM_BYTES, PLACES)] if tiles.persistent else []),
         ),
         events=_events(tiles, row_bytes),
     )
