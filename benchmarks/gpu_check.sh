@@ -12,7 +12,7 @@ out=${OUT:-out/gpu}
 export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
 mkdir -p "$out"
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(tests packed attention decode sanitizers command_buffers orders preprocess)
+[ ${#steps[@]} -gt 0 ] || steps=(tests packed attention decode tiles sanitizers command_buffers orders preprocess)
 failed=()
 
 # step NAME SECONDS COMMAND...: runs a step that was asked for, and tells how it ended
@@ -34,6 +34,7 @@ step tests 400 "$python" -m pytest -q -m "gpu and not slow" --timeout=120 tests/
 step packed 200 "$python" -m benchmarks.packed --kinds=training --lengths=600,4000 --out="$out/packed.json"
 step attention 300 "$python" -m benchmarks.attention --kinds=dense --out="$out/attention.json" --plot="$out/attention.png"
 step decode 120 "$python" -m benchmarks.packed --kinds=decode,planning --out="$out/decode.json"
+step tiles 300 "$python" -m benchmarks.hopper_tiles --out="$out/tiles.json"
 step sanitizers 600 "$python" -m pytest -q -m gpu tests/kernels/test_sanitizers_gpu.py
 step command_buffers 200 env XLA_FLAGS="$forced" \
   "$python" -m pytest -q -m gpu --timeout=120 -rP -k "command_buffer or fresh or vmap or bfloat16" tests/kernels

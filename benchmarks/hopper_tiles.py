@@ -1,13 +1,14 @@
-"""The Hopper backward's tiles against each other, on a GPU: whole jitted calls, in turns in one process.
+"""The tiles of the Hopper kernels against each other, on a GPU: whole jitted calls, in turns in one process.
 
-    python -m benchmarks.backward_tiles --out=out/backward_tiles.json
-    python -m benchmarks.backward_tiles --build          where the compiler is and no GPU: kernels into the cache
+    python -m benchmarks.hopper_tiles --out=out/hopper_tiles.json
+    python -m benchmarks.hopper_tiles --build          where the compiler is and no GPU: kernels into the cache
 
 The wheel has the kernels of the default tiles alone; others are built, or lie in the cache (`bundle.cache_folder`),
 which may be carried to a machine without the compiler. What is not at hand is said and left out.
 
-A figure is the median over turns of preprocess, backward and postprocess by one call, and of each of the first and the
-last by a call of its own. Ratios are those of the default's time to a variant's: above 1 the variant is faster.
+A figure is the median over turns: of the forward; of preprocess, backward and postprocess by one call, and of each of
+the first and the last by a call of its own. Dense, causal, and causal with documents of log-normal lengths, known when
+traced. Ratios are those of the default's time to a variant's: above 1 the variant is faster.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from rich.console import Console
 
 from benchmarks.attention import define_flags, interleaved_seconds, settings_of_flags
 from benchmarks.candidates import operands
-from benchmarks.cases import Case, dense_cases
+from benchmarks.cases import Case, dense_cases, packed_case
 from jax_fa4.arguments import Call, read_call
 from jax_fa4.ffi import hopper_backward as backward
-from jax_fa4.ffi.hopper_forward import hopper_forward
+from jax_fa4.ffi import hopper_forward as forward
 from jax_fa4.ffi.launch import CUDA_DRIVER
 from jax_fa4.ffi.postprocess import postprocess
 from jax_fa4.ffi.preprocess import ROW_MULTIPLE, preprocess
@@ -41,9 +42,19 @@ from jax_fa4.kernels.hopper.backward_plans import (
     sum_parts,
     turned_rows,
 )
-from jax_fa4.kernels.hopper.plans import ARCHITECTURE, padded_head_dim
+from jax_fa4.kernels.hopper.plans import ARCHITECTURE, FORWARD_TILES, SHORT_TILES, Tiles, padded_head_dim
+from jax_fa4.kernels.plan import KernelPlan
 
 DEFAULT = "default"
+PASSES = ("forward", "backward")
+FORWARD_VARIANTS: dict[int, dict[str, Tiles]] = {
+    head_dim: {
+        "persistent": dataclasses.replace(tiles, persistent=True),
+        "short": SHORT_TILES[head_dim],
+        "short, persistent": dataclasses.replace(SHORT_TILES[head_dim], persistent=True),
+    }
+    for head_dim, tiles in FORWARD_TILES.items()
+}
 VARIANTS: dict[int, dict[str, BackwardTiles]] = {
     64: {
         "64 ahead": BackwardTiles(64, 3, 3),
@@ -64,8 +75,12 @@ VARIANTS: dict[int, dict[str, BackwardTiles]] = {
 class Settings:
     """Sizes; the defaults are those of docs/performance.md."""
 
-    head_dims: tuple[int, ...] = (128,)
+    passes: tuple[str, ...] = PASSES
+    head_dims: tuple[int, ...] = (128, 64)
     lengths: tuple[int, ...] = (2048, 8192, 16384)
+    medians: tuple[int, ...] = (600, 4000)  # of packed rows
+    packed_rows: int = 4
+    packed_length: int = 8192
     variants: tuple[str, ...] = ()  # empty: all of a head dimension
     tokens: int = 16384
     hidden: int = 2048
@@ -74,22 +89,46 @@ class Settings:
 
 
 def tiles_of(head_dim: int, names: tuple[str, ...] = ()) -> dict[str, BackwardTiles]:
-    """The default first, then the variants, or those named."""
+    """The backward's default first, then the variants, or those named."""
     padded = padded_head_dim(head_dim)
     others = {name: tiles for name, tiles in VARIANTS[padded].items() if not names or name in names}
     return {DEFAULT: BACKWARD_TILES[padded]} | others
 
 
-def available(call: Call, names: tuple[str, ...], console: Console) -> dict[str, BackwardTiles]:
-    """The variants whose kernels are at hand."""
+def forward_tiles_of(head_dim: int, names: tuple[str, ...] = ()) -> dict[str, Tiles]:
+    """The forward's default first, then the variants, or those named."""
+    padded = padded_head_dim(head_dim)
+    others = {name: tiles for name, tiles in FORWARD_VARIANTS[padded].items() if not names or name in names}
+    return {DEFAULT: FORWARD_TILES[padded]} | others
+
+
+def variants_of(call: Call, of_pass: str, names: tuple[str, ...] = ()) -> dict[str, tuple[Any, tuple[KernelPlan, ...]]]:
+    """The tiles of a pass by name, and the plans of the kernels that each takes."""
+    problem = call.problem
+    if of_pass == "backward":
+        chosen = tiles_of(problem.head_dim, names)
+        return {name: (tiles, backward.plans_of(problem, tiles)) for name, tiles in chosen.items()}
+    return {
+        name: (tiles, (forward.plan_of(problem, tiles),))
+        for name, tiles in forward_tiles_of(problem.head_dim, names).items()
+    }
+
+
+def available(call: Call, of_pass: str, names: tuple[str, ...], console: Console) -> dict[str, Any]:
+    """The tiles whose kernels are at hand."""
     found = {}
-    for name, tiles in tiles_of(call.problem.head_dim, names).items():
-        reasons = map(bundle.why_unavailable, backward.plans_of(call.problem, tiles))
-        if (reason := next(filter(None, reasons), None)) is None:
+    for name, (tiles, plans) in variants_of(call, of_pass, names).items():
+        if (reason := next(filter(None, map(bundle.why_unavailable, plans)), None)) is None:
             found[name] = tiles
         else:
-            console.print(f"{name} is left out: {reason}", soft_wrap=True)
+            console.print(f"{of_pass}, {name} is left out: {reason}", soft_wrap=True)
     return found
+
+
+def forward_starts(call: Call, tiles: Tiles, driver: str) -> dict[str, Callable[[], Any]]:
+    """A jitted call."""
+    run = functools.partial(forward.hopper_forward, call.problem, tiles=tiles, driver=driver)
+    return {"forward": functools.partial(jax.jit(run), call.operands)}
 
 
 def starts(call: Call, tiles: BackwardTiles, rest: tuple[jax.Array, ...], driver: str) -> dict[str, Callable[[], Any]]:
@@ -122,39 +161,61 @@ def _of_preprocess(rest: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 def call_of(case: Case, driver: str) -> tuple[Call, tuple[jax.Array, ...]]:
     """A call, and its output, log-sum-exp and their cotangents."""
     query, key, value, grad_out = operands(case)
-    call = read_call(query, key, value, is_causal=case.is_causal)
-    out, lse = jax.jit(functools.partial(hopper_forward, call.problem, driver=driver))(call.operands)
+    call = read_call(query, key, value, is_causal=case.is_causal, segment_ids=case.segment_ids)
+    out, lse = jax.jit(functools.partial(forward.hopper_forward, call.problem, driver=driver))(call.operands)
     return call, (out, lse, grad_out, jnp.zeros_like(lse))
+
+
+def cases_of(settings: Settings) -> Iterator[Case]:
+    """Every case."""
+    yield from dense_cases(settings.head_dims, settings.lengths, settings.tokens, settings.hidden)
+    for head_dim in settings.head_dims:
+        for median in settings.medians:
+            heads = max(settings.hidden // head_dim, 1)
+            yield packed_case(median, settings.packed_rows, settings.packed_length, heads, head_dim)
 
 
 def measure(settings: Settings, console: Console, driver: str = CUDA_DRIVER) -> Iterator[dict[str, Any]]:
     """Every figure, as it is known."""
-    for case in dense_cases(settings.head_dims, settings.lengths, settings.tokens, settings.hidden):
+    for case in cases_of(settings):
         call, rest = call_of(case, driver)
-        chosen = available(call, settings.variants, console)
-        made = {name: starts(call, tiles, rest, driver) for name, tiles in chosen.items()}
-        flop = case.flop("forward+backward") - case.flop("forward")
-        for part in ("whole", "preprocess", "postprocess"):
-            timed = {name: parts[part] for name, parts in made.items()}
-            for start in timed.values():
-                jax.block_until_ready(start())  # compiles
-            seconds = interleaved_seconds(timed, settings.turns, settings.turn_ms / 1e3)
-            for name, one in seconds.items():
-                yield {
-                    **{"case": case.name, "part": part, "tiles": name, "ms": one * 1e3},
-                    "tflops": flop / one / 1e12 if part == "whole" else None,
-                    "ratio": seconds[DEFAULT] / one,
-                }
+        for of_pass in settings.passes:
+            made = {}
+            for name, tiles in available(call, of_pass, settings.variants, console).items():
+                is_forward = of_pass == "forward"
+                made[name] = forward_starts(call, tiles, driver) if is_forward else starts(call, tiles, rest, driver)
+            flop = case.flop("forward") * (1.0 if of_pass == "forward" else 2.5)
+            yield from figures_of(case, flop, made, settings)
+
+
+def figures_of(
+    case: Case, flop: float, made: dict[str, dict[str, Callable[[], Any]]], settings: Settings
+) -> Iterator[dict[str, Any]]:
+    """The figures of every part of a pass."""
+    for part in made[DEFAULT]:
+        timed = {name: parts[part] for name, parts in made.items()}
+        for start in timed.values():
+            jax.block_until_ready(start())  # compiles
+        seconds = interleaved_seconds(timed, settings.turns, settings.turn_ms / 1e3)
+        for name, one in seconds.items():
+            yield {
+                **{"case": f"d{case.head_dim} {case.name}" if case.documents else case.name, "part": part},
+                **{"tiles": name, "ms": one * 1e3},
+                "tflops": flop / one / 1e12 if part in ("forward", "whole") else None,
+                "ratio": seconds[DEFAULT] / one,
+            }
 
 
 def build(settings: Settings, console: Console) -> None:
-    """Kernels of every variant into the cache, dense and causal."""
-    for case in dense_cases(settings.head_dims, (128,), 128, 2048):
-        call = read_call(*operands(case)[:3], is_causal=case.is_causal)
-        for name, tiles in tiles_of(case.head_dim, settings.variants).items():
-            for plan in backward.plans_of(call.problem, tiles):
-                bundle.find(plan)
-                console.print(f"{case.name}, {name}: {plan.key}", soft_wrap=True)
+    """Kernels of every variant into the cache, dense, causal and packed."""
+    tiny = dataclasses.replace(settings, lengths=(128,), tokens=128, packed_rows=1, packed_length=1024)
+    for case in cases_of(tiny):
+        call = read_call(*operands(case)[:3], is_causal=case.is_causal, segment_ids=case.segment_ids)
+        for of_pass in settings.passes:
+            for name, (_, plans) in variants_of(call, of_pass, settings.variants).items():
+                for plan in plans:
+                    bundle.find(plan)
+                    console.print(f"{case.name}, {name}: {plan.key}", soft_wrap=True)
     console.print(f"what the wheel does not have is in {bundle.cache_folder()}", soft_wrap=True)
 
 
