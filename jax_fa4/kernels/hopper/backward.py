@@ -79,10 +79,11 @@ from jax_fa4.kernels.hopper.backward_item import (
     Shape,
     Walk,
 )
-from jax_fa4.kernels.hopper.forward import GROUP_ROWS, WARPS_PER_GROUP, _tiles_of
+from jax_fa4.kernels.hopper.forward_item import GROUP_ROWS, WARPS_PER_GROUP
 from jax_fa4.kernels.hopper.item_queue import Progress, Queue, walk
 from jax_fa4.kernels.parts import bulk
 from jax_fa4.kernels.parts.block_walk import WorkItem
+from jax_fa4.kernels.parts.copied_tiles import copied_tiles
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
 from jax_fa4.kernels.parts.memory import read
 from jax_fa4.kernels.plan import KernelPlan
@@ -128,7 +129,7 @@ class Load:
         context = self.context
         key_tile = context.walk.item.query_tile
         landed = ring.acquire(context.progress.rounds)
-        stages, tiles = _tiles_of(maps[0], buffer, KEY_TILE, kv_head, context.batch)
+        stages, tiles = copied_tiles(maps[0], buffer, KEY_TILE, kv_head, context.batch)
         flag = self.flag_of(self.hidden_keys, key_tile)
         self.copy(maps, tiles[None, key_tile], stages[None, 0], landed, flag)
 
@@ -158,7 +159,7 @@ class Load:
         head = context.first_head + walked
         flag, use = self.flag_of(self.hidden_queries, tile), context.use(step)
         landed, stage = ring.acquire(use), ring.stage(use)
-        stages, tiles = _tiles_of(maps[0], buffer, rows, head, context.batch)
+        stages, tiles = copied_tiles(maps[0], buffer, rows, head, context.batch)
         self.copy(maps, tiles[None, tile], stages[None, stage], landed, flag)
         source = row_values + context.tile_number(head, tile) * rows
         with cute.arch.elect_one():

@@ -23,9 +23,10 @@ from jax_fa4.kernels.hopper.backward_item import (
     Context,
 )
 from jax_fa4.kernels.hopper.backward_query import query_gradients
-from jax_fa4.kernels.hopper.forward import GROUP_ROWS, PRODUCT_DEPTH, _tiles_of
+from jax_fa4.kernels.hopper.forward_item import GROUP_ROWS, PRODUCT_DEPTH
 from jax_fa4.kernels.parts import bulk
 from jax_fa4.kernels.parts.block_walk import Band, RowIntervals
+from jax_fa4.kernels.parts.copied_tiles import copied_tiles
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
 from jax_fa4.kernels.parts.rounding import round_pair
 from jax_fa4.kernels.parts.softmax_row import cap
@@ -437,7 +438,7 @@ class Compute:
         cute.arch.barrier(barrier_id=CLOSING_BARRIER + self.group, number_of_threads=GROUP_THREADS)
         if self.warp == 0:
             for tensor_map, halves in zip(maps, staged, strict=True):
-                buffer, tiles = _tiles_of(tensor_map, halves, GROUP_ROWS, kv_head, item.batch)
+                buffer, tiles = copied_tiles(tensor_map, halves, GROUP_ROWS, kv_head, item.batch)
                 cute.copy(tensor_map, buffer[None, self.group], tiles[None, item.query_tile * GROUPS + self.group])
             cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(not self.shape.is_persistent):

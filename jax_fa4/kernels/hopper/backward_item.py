@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from jax_fa4.kernels.hopper.forward import ELEMENTS, GROUP_ROWS, WARPS_PER_GROUP
+from jax_fa4.kernels.hopper.forward_item import ELEMENTS, GROUP_ROWS, WARPS_PER_GROUP
 from jax_fa4.kernels.hopper.item_queue import PLACES, Progress
 from jax_fa4.kernels.parts.block_walk import ITEM_FIELDS, Band, RowIntervals, WorkItem
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from jax_fa4.kernels.hopper.backward_item import KEY_TILE, Context
-from jax_fa4.kernels.hopper.forward import GROUP_ROWS, PRODUCT_DEPTH
+from jax_fa4.kernels.hopper.forward_item import GROUP_ROWS, PRODUCT_DEPTH
 
 
 def keys_by_column(context: Context) -> cute.Tensor:
