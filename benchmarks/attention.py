@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,6 +260,24 @@ def run(settings: Settings, out: Path | None = None, plot: Path | None = None) -
     if plot is not None:
         draw(figures, plot)
     return figures
+
+
+def report(
+    figures: Iterable[dict[str, Any]], text_of: Callable[[dict[str, Any]], str], settings: Any, out: Path | None
+) -> list[dict[str, Any]]:
+    """Prints each figure as it comes, and writes all so far as JSON, with the dataclass of settings."""
+    console = Console()
+    device = jax.devices()[0].device_kind
+    console.print(f"jax {jax.__version__} on {device}")
+    facts = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}
+    found = []
+    for one in figures:
+        found.append(one)
+        console.print(text_of(one), soft_wrap=True)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps({**facts, "figures": found}, indent=1) + "\n")
+    return found
 
 
 def define_flags(settings: Any) -> None:

@@ -4,11 +4,12 @@
 #   benchmarks/gpu_check.sh                       every step
 #   benchmarks/gpu_check.sh tests packed          those alone
 #
-# Logs, figures and pictures go to $OUT (out/gpu). Peers are measured where they are installed.
+# Logs, figures and pictures go to the folder FIGURES, out/gpu by default. Other libraries are measured where they are
+# installed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-out=${OUT:-out/gpu}
+out=${FIGURES:-out/gpu}
 export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
 mkdir -p "$out"
 steps=("$@")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 from absl import app, flags
 from rich.console import Console
 
-from benchmarks.attention import define_flags, interleaved_seconds, settings_of_flags
+from benchmarks.attention import define_flags, interleaved_seconds, report, settings_of_flags
 from benchmarks.candidates import operands
 from benchmarks.cases import Case, dense_cases, packed_case
 from jax_fa4.arguments import Call, read_call
@@ -221,20 +220,12 @@ def build(settings: Settings, console: Console) -> None:
 
 def run(settings: Settings, out: Path | None = None, driver: str = CUDA_DRIVER) -> list[dict[str, Any]]:
     """Measures, prints each figure as it comes, and writes JSON after every figure."""
-    console = Console()
-    device = jax.devices()[0].device_kind
-    console.print(f"jax {jax.__version__} on {device}")
-    figures: list[dict[str, Any]] = []
-    for one in measure(settings, console, driver):
-        figures.append(one)
+
+    def text_of(one: dict[str, Any]) -> str:
         speed = "" if one["tflops"] is None else f", {one['tflops']:.0f} TFLOP/s"
-        text = f"{one['case']}, {one['part']}, {one['tiles']}: {one['ms']:.4f} ms{speed}, {one['ratio']:.3f}"
-        console.print(text, soft_wrap=True)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            facts = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}
-            out.write_text(json.dumps({**facts, "figures": figures}, indent=1) + "\n")
-    return figures
+        return f"{one['case']}, {one['part']}, {one['tiles']}: {one['ms']:.4f} ms{speed}, {one['ratio']:.3f}"
+
+    return report(measure(settings, Console(), driver), text_of, settings, out)
 
 
 def main(argv: list[str]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from rich.console import Console
 
-from benchmarks.attention import define_flags, interleaved_seconds, settings_of_flags
+from benchmarks.attention import define_flags, interleaved_seconds, report, settings_of_flags
 from benchmarks.cases import packed_case
 from jax_fa4.arguments import Call, read_call
 from jax_fa4.ffi.hopper_forward import HOPPER, forward_call, hopper_forward
@@ -111,22 +109,14 @@ def simulated(call: Call, policy: Policy) -> int:
 
 def run(settings: Settings, out: Path | None = None) -> list[dict[str, Any]]:
     """Measures, prints each figure as it comes, and writes JSON after every figure."""
-    console = Console()
-    device = jax.devices()[0].device_kind
-    console.print(f"jax {jax.__version__} on {device}")
-    figures: list[dict[str, Any]] = []
-    for one in measure(settings):
-        figures.append(one)
-        console.print(
+
+    def text_of(one: dict[str, Any]) -> str:
+        return (
             f"{one['kind']}, {settings.heads} heads over {one['kv_heads']}, {one['order']}: {one['ms']:.3f} ms, "
-            f"{one['of_plain']:.3f} of plain; simulated {one['simulated_of_plain']:.3f}",
-            soft_wrap=True,
+            f"{one['of_plain']:.3f} of plain; simulated {one['simulated_of_plain']:.3f}"
         )
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            facts = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}
-            out.write_text(json.dumps({**facts, "figures": figures}, indent=1) + "\n")
-    return figures
+
+    return report(measure(settings), text_of, settings, out)
 
 
 def main(argv: list[str]) -> None:

@@ -80,7 +80,7 @@ from jax_fa4.kernels.hopper.backward_item import (
     Walk,
 )
 from jax_fa4.kernels.hopper.forward_item import GROUP_ROWS, WARPS_PER_GROUP
-from jax_fa4.kernels.hopper.item_queue import Progress, Queue, walk
+from jax_fa4.kernels.hopper.item_queue import Progress, Queue, each_item
 from jax_fa4.kernels.parts import bulk
 from jax_fa4.kernels.parts.block_walk import WorkItem
 from jax_fa4.kernels.parts.copied_tiles import copied_tiles
@@ -348,21 +348,14 @@ class HopperBackward:
         if this_warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(shape.load_registers)
             if this_warp == 0:
-                self.each_item(own, queue, True, load)
+                each_item(own, queue, True, load)
             if this_warp == 1:
-                self.each_item(own, queue, False, add)
+                each_item(own, queue, False, add)
         else:
             cute.arch.setmaxregister_increase(shape.compute_registers)
-            self.each_item(own, queue, False, compute)
+            each_item(own, queue, False, compute)
             if cutlass.const_expr(shape.is_persistent):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def each_item(self, own: WorkItem | None, queue: Queue, leads: bool, work: Any) -> None:
-        """A role's work for this block's own item, or for one after the other."""
-        if own is None:
-            walk(queue, leads, work)
-        else:
-            work(own, Progress(Int32(0), Int32(0), Int32(0)))
 
     def tensor_map(self, operation: Any, pointer: cute.Pointer, rows: int) -> cute.CopyAtom:
         """A tensor map's type; extents and strides stand in, since the runtime encodes the map itself."""

@@ -123,6 +123,14 @@ def walk(queue: Queue, leads: cutlass.Constexpr[bool], work: Callable[[WorkItem,
         _next(queue, leads, done[2], current)
 
 
+def each_item(own: WorkItem | None, queue: Queue, leads: bool, work: Callable[[WorkItem, Progress], Int32]) -> None:
+    """A role's work for this block's own item; None: for one after the other, as `walk`."""
+    if own is None:
+        walk(queue, leads, work)
+    else:
+        work(own, Progress(Int32(0), Int32(0), Int32(0)))
+
+
 def _next(queue: Queue, leads: bool, use: Int32, current: cute.Tensor) -> None:
     item = queue.ask(use) if leads else queue.take(use)
     for place, field in enumerate(FIELDS):
