@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,7 +87,12 @@ class Ratios(NamedTuple):
 
 
 def interleaved_seconds(starts: Mapping[str, Start], turns: int, turn_seconds: float) -> dict[str, float]:
-    """Median seconds of one call of each, in turns."""
+    """Median seconds of one call of each, in turns.
+
+    Each turn has an order of its own, drawn from a fixed seed: a GPU near its power limit is slower after a candidate
+    that takes more, so that whoever always followed the same one would be ahead or behind by a few percent.
+    """
+    orders = random.Random(0)
     calls = {}
     for name, start in starts.items():
         begin = time.perf_counter()
@@ -94,7 +100,8 @@ def interleaved_seconds(starts: Mapping[str, Start], turns: int, turn_seconds: f
         calls[name] = max(1, int(turn_seconds / max(time.perf_counter() - begin, 1e-6)))
     seconds: dict[str, list[float]] = {name: [] for name in starts}
     for _ in range(turns):
-        for name, start in starts.items():
+        for name in orders.sample(list(starts), len(starts)):
+            start = starts[name]
             wait(start())  # untimed: what the candidate before left in caches and clocks
             begin = time.perf_counter()
             for _ in range(calls[name]):
