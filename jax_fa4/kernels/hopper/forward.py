@@ -133,7 +133,8 @@ class Attend:
         self.softmax, self.cap_log2 = softmax, cap_log2
         self.turns = Turns.of(TURN_BARRIER, shape.groups, group)
         self.lane = thread % 32
-        self.row = context.item.query_tile * shape.rows + group * GROUP_ROWS + (thread // 32) * 16 + self.lane // 4
+        self.row_of_group = context.item.query_tile * shape.rows + group * GROUP_ROWS
+        self.row = self.row_of_group + (thread // 32) * 16 + self.lane // 4
         self._partition()
 
     def _partition(self) -> None:
@@ -153,30 +154,70 @@ class Attend:
 
     @cute.jit
     def run(self) -> None:
-        """Every step of the item."""
+        """Every step of the item: products where this group's rows see something, else the turn is passed on."""
         item = self.context.item
         self.out.fill(0.0)
         self.context.memory.queries.wait_landed(self.context.query_use(self.group))
-        if item.count > 0:
-            self.first()
-            masked = item.masked_count
-            for step in cutlass.range(1, masked, 1, unroll=1):
-                self.step(step, is_masked=True)
-            for step in cutlass.range(cutlass.max(masked, Int32(1)), item.count, 1, unroll=1):
+        begin, end = self.context.masks.seen_tiles(item.batch, self.row_of_group)
+        at_right = item.end - item.full_end
+        unseen = cutlass.min(cutlass.max(item.end - end, Int32(0)), at_right)
+        if cutlass.const_expr(self.shape.has_left or self.shape.intervals):
+            # Tiles at the left edge come after those at the right: where the first of them are not seen, what is seen
+            # falls into two runs.
+            unseen_left = cutlass.min(cutlass.max(begin - item.begin, Int32(0)), item.full_begin - item.begin)
+            first_end = cutlass.select_(unseen_left > 0, at_right, unseen)
+            self.skip(Int32(0), unseen)
+            if unseen < first_end:
+                self.run_of_steps(unseen, first_end, False, is_last=False)
+            second = cutlass.select_(unseen_left > 0, at_right + unseen_left, unseen)
+            self.skip(first_end, second)
+            if second < item.count:
+                self.run_of_steps(second, item.count, unseen < first_end, is_last=True)
+            else:
+                self.release_query()
+        else:
+            self.skip(Int32(0), unseen)
+            if unseen < item.count:
+                self.run_of_steps(unseen, item.count, False, is_last=True)
+            else:
+                self.release_query()
+
+    @cute.jit
+    def run_of_steps(self, begin: Int32, end: Int32, is_again: Any, is_last: bool) -> None:
+        """Steps [begin, end), at least one, masked ones first; `is_again` where there is output already."""
+        masked = self.context.item.masked_count
+        self.first(begin, is_again)
+        for step in cutlass.range(begin + 1, cutlass.min(masked, end), 1, unroll=1):
+            self.step(step, is_masked=True)
+        if cutlass.const_expr(is_last):
+            for step in cutlass.range(cutlass.max(masked, begin + 1), end, 1, unroll=1):
                 self.step(step, is_masked=False)
             self.release_query()
-            self.last(item.count - 1)
-        else:
-            self.release_query()
+        self.last(end - 1)
+
+    @cute.jit
+    def skip(self, begin: Int32, end: Int32) -> None:
+        """Steps [begin, end), of whose keys this group's rows see none."""
+        keys, values = self.context.memory.keys, self.context.memory.values
+        for step in cutlass.range(begin, end, 1, unroll=1):
+            keys.wait_landed(self.context.use(step))
+            self.turns.wait()
+            self.turns.give()
+            self.release(keys, step)
+            # Not before: a stage is free for the next copy once it is freed as often as there are readers.
+            values.wait_landed(self.context.use(step))
+            self.release(values, step)
 
     def release_query(self) -> None:
         """This warp has read its group's queries."""
         with cute.arch.elect_one():
             self.context.memory.queries.release(self.context.query_use(self.group))
 
-    def first(self) -> None:
-        """Scores of step 0. The mask is applied even if no row needs it: a third copy of the code would gain little."""
-        step, factors = Int32(0), cute.make_rmem_tensor((2,), Float32)
+    @cute.jit
+    def first(self, step: Int32, is_again: Any) -> None:
+        """Scores of a run's first step. The mask is applied even if no row needs it: a third copy of the code would
+        gain little."""
+        factors = cute.make_rmem_tensor((2,), Float32)
         self.context.memory.keys.wait_landed(self.context.use(step))
         self.turns.wait()
         warpgroup.fence()
@@ -186,6 +227,8 @@ class Attend:
         self.release(self.context.memory.keys, step)
         self.finish_scores(step, is_masked=True)
         self.softmax.raise_max(self.scores, factors)
+        if is_again:
+            self.rescale(factors)
         self.softmax.exponentiate(self.scores)
         self.round_probs()
 

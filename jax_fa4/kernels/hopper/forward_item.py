@@ -21,6 +21,7 @@ from jax_fa4.kernels.plan import KernelPlan
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 GROUP_ROWS = 64  # rows of one warpgroup product (PTX ISA: wgmma m64nNk16)
 WARPS_PER_GROUP = 4
+NO_KEY = (1 << 31) - 1  # the first key of rows that see none
 PRODUCT_DEPTH = 16  # k of one warpgroup product of 16-bit operands
 
 
@@ -164,6 +165,28 @@ class Masks:
             return self.band
         first = Int64(batch) * self.interval_stride
         return RowIntervals(self.band.queries, self.lo + first, self.hi + first)
+
+    @cute.jit
+    def seen_tiles(self, batch: Int32, first: Int32) -> tuple[Int32, Int32]:
+        """Tiles of keys [begin, end) that a warpgroup sees whose first row is given; the same in each warp.
+
+        Rows beyond the last see nothing.
+        """
+        queries, columns = self.band.queries, self.shape.key_tile
+        lo, hi = Int32(0), Int32(0)
+        if cutlass.const_expr(self.shape.intervals):
+            visible, lane = self.visible(batch), cute.arch.lane_idx()
+            lo = Int32(NO_KEY)
+            for half in cutlass.range_constexpr(GROUP_ROWS // 32):
+                row = first + 32 * half + lane
+                row_lo, row_hi = visible.lo(row), visible.hi(row)
+                lo = cutlass.min(lo, cutlass.select_(row_lo < row_hi, row_lo, Int32(NO_KEY)))
+                hi = cutlass.max(hi, row_hi)
+            lo, hi = cute.arch.warp_redux_sync(lo, "min"), cute.arch.warp_redux_sync(hi, "max")
+        else:  # edges grow with the row
+            lo, hi = self.band.lo(first), self.band.hi(cutlass.min(first + GROUP_ROWS, queries) - 1)
+        end = cutlass.select_(first < queries, cute.ceil_div(hi, columns), Int32(0))
+        return cute.arch.make_warp_uniform(lo // columns), cute.arch.make_warp_uniform(end)
 
     def ids(self, batch: Int32) -> SegmentIds:
         """Ids of a batch row."""
