@@ -41,25 +41,28 @@ from jax_fa4.kernels.hopper.backward_plans import (
     sum_parts,
     turned_rows,
 )
-from jax_fa4.kernels.hopper.plans import ARCHITECTURE, FORWARD_TILES, SHORT_TILES, Tiles, padded_head_dim
+from jax_fa4.kernels.hopper.plans import ARCHITECTURE, FORWARD_TILES, SHORT_TILES, SINGLE_TILES, Tiles, padded_head_dim
 from jax_fa4.kernels.plan import KernelPlan
 
 DEFAULT = "default"
 PASSES = ("forward", "backward")
 FORWARD_VARIANTS: dict[int, dict[str, Tiles]] = {
     head_dim: {
-        "persistent": dataclasses.replace(tiles, persistent=True),
+        "one item a block": SINGLE_TILES[head_dim],
         "short": SHORT_TILES[head_dim],
         "short, persistent": dataclasses.replace(SHORT_TILES[head_dim], persistent=True),
     }
-    for head_dim, tiles in FORWARD_TILES.items()
+    for head_dim in FORWARD_TILES
 }
 VARIANTS: dict[int, dict[str, BackwardTiles]] = {
     64: {
         "64 ahead": BackwardTiles(64, 3, 3),
         "128 in turn, persistent": BackwardTiles(128, 2, 2, ahead=False, turned_scores=False, persistent=True),
     },
-    96: {"64 in turn": BackwardTiles(64, 3, 3, ahead=False, turned_scores=False)},
+    96: {
+        "64 in turn": BackwardTiles(64, 3, 3, ahead=False, turned_scores=False),
+        "64 ahead, persistent": BackwardTiles(64, 3, 3, persistent=True),
+    },
     128: {
         "80 in turn": BackwardTiles(80, 2, 2, ahead=False, turned_scores=False),
         "80 in turn, persistent": BackwardTiles(80, 2, 2, ahead=False, turned_scores=False, persistent=True),

@@ -5,7 +5,8 @@
 `training`: causal rows filled with documents, ours by a plan, by traced ids and by known ids against the libraries of
 `benchmarks.attention`. Lengths: of the Python standard library's files; of the Pile, by the sizes its paper publishes;
 log-normal ones. Tokens per second, and TFLOP/s of visible pairs as a share of ours on dense causal rows.
-`decode`: one query, keys in parts, against the rate at which memory is read. `planning`: ids to plan, on the device.
+`decode`: one query, keys in parts, against the rate at which a large array is copied and the keys are read. `planning`:
+ids to plan, on the device.
 
 A figure is the median over turns. The picture is of the schedule of each training case, simulated on an H200.
 """
@@ -85,6 +86,7 @@ class Settings:
     decode_heads: int = 64
     decode_kv_heads: int = 8
     parts: tuple[int, ...] = (1, 8, 16, 32)
+    copied_bytes: int = 1 << 32  # far more than a cache holds: reading and writing them tells the memory's rate
     planned_tokens: tuple[int, ...] = (8192, 32768)
     turns: int = 7
     turn_ms: float = 30.0
@@ -249,11 +251,22 @@ def decode(settings: Settings, console: Console) -> Iterator[dict[str, Any]]:
     }
     tensors = query, key, value
     starts = {name: functools.partial(chained(function), *tensors) for name, function in functions.items()}
+    large = jnp.ones(settings.copied_bytes // 2, jnp.bfloat16)
+    starts["copy of a large array by XLA"] = functools.partial(jax.jit(lambda array: -array), large)
     seconds = interleaved_seconds(started_twice(starts, console), settings.turns, settings.turn_ms / 1e3)
     moved = 2 * key.nbytes
+    memory = 2 * large.nbytes / seconds.pop("copy of a large array by XLA") / 1e12
+    yield {"case": "decode", "candidate": "copy of a large array by XLA", "terabytes_per_second": memory}
     for name, taken in seconds.items():
         taken /= CHAIN
-        yield {"case": "decode", "candidate": name, "ms": taken * 1e3, "terabytes_per_second": moved / taken / 1e12}
+        rate = moved / taken / 1e12
+        yield {
+            "case": "decode",
+            "candidate": name,
+            "ms": taken * 1e3,
+            "terabytes_per_second": rate,
+            "of_copy": rate / memory,
+        }
 
 
 def started_twice(starts: Mapping[str, Start], console: Console) -> dict[str, Start]:

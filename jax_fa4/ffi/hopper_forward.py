@@ -24,6 +24,7 @@ from jax_fa4.kernels.hopper.plans import (
     FORWARD_DTYPES,
     FORWARD_TILES,
     SHORT_TILES,
+    SINGLE_TILES,
     Tiles,
     forward_plan,
     padded_head_dim,
@@ -54,11 +55,15 @@ def why_not(problem: AttentionProblem) -> str | None:
 
 
 def tiles_of(problem: AttentionProblem) -> Tiles:
-    """The sizes of the kernel that takes a problem: those that leave the fewest rows empty, by their speeds."""
+    """The sizes of the kernel that takes a problem: those that leave the fewest rows empty, by their speeds; and blocks
+    that do one item after the other where there are more items than multiprocessors."""
     head_dim = padded_head_dim(max(problem.head_dim, problem.value_dim))
     usual, short = FORWARD_TILES[head_dim], SHORT_TILES[head_dim]
     rows = problem.query_length * (problem.group_size if is_packed(problem, short) else 1)
-    return short if _covered(rows, short) * SHORT_COST < _covered(rows, usual) else usual
+    if _covered(rows, short) * SHORT_COST < _covered(rows, usual):
+        return short
+    items = ForwardCall(problem, usual.rows, usual.key_tile, HOPPER, packed=is_packed(problem, usual)).items
+    return usual if items > HOPPER.sms else SINGLE_TILES[head_dim]
 
 
 def _covered(rows: int, tiles: Tiles) -> int:

@@ -16,6 +16,7 @@ from jax_fa4.kernels.hopper.plans import (
     FORWARD_TILES,
     MASKS,
     SHORT_TILES,
+    SINGLE_TILES,
     forward_plan,
     padded_head_dim,
 )
@@ -195,7 +196,7 @@ def _bundled_plans() -> Iterator[KernelPlan]:
     yield from planning_plans.bundled_plans()
     for dtype in FORWARD_DTYPES:
         for head_dim in FORWARD_TILES:
-            for tiles in (FORWARD_TILES[head_dim], SHORT_TILES[head_dim]):
+            for tiles in (FORWARD_TILES[head_dim], SINGLE_TILES[head_dim], SHORT_TILES[head_dim]):
                 for mask in MASKS:
                     yield forward_plan(dtype, head_dim, mask, tiles=tiles)
     yield from hopper_backward.bundled_plans()

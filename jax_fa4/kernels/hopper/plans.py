@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jax_fa4.kernels.plan import (
@@ -61,7 +61,13 @@ class Tiles:
 # Measured on one H200, 16k tokens, hidden size 2048, bfloat16 (docs/performance.md): three groups keep the tensor core
 # busy while others are in their softmax, and read keys and values from the L2 cache once for 192 rows. With 160
 # registers a thread, 80 keys are what fits beside an output of 128 columns without spilling, and 96 beside one of 96.
-FORWARD_TILES = {64: Tiles(3, 128, 2), 96: Tiles(3, 96, 3), 128: Tiles(3, 80, 3)}
+# Persistent blocks gain 2 to 12% (docs/performance.md, from item to item); where every block has one item, nothing.
+FORWARD_TILES = {
+    64: Tiles(3, 128, 2, persistent=True),
+    96: Tiles(3, 96, 3, persistent=True),
+    128: Tiles(3, 80, 3, persistent=True),
+}
+SINGLE_TILES = {head_dim: replace(tiles, persistent=False) for head_dim, tiles in FORWARD_TILES.items()}
 # For short sequences and few queries: two groups, which leave fewer rows empty, and whose 240 registers hold 128 keys.
 SHORT_TILES = {64: Tiles(2, 128, 3), 96: Tiles(2, 128, 2), 128: Tiles(2, 128, 2)}
 
