@@ -14,6 +14,7 @@ each visible pair, half for causal ones, and 2.5 times as much for the backward.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -93,11 +94,7 @@ def interleaved_seconds(starts: Mapping[str, Start], turns: int, turn_seconds: f
     that takes more, so that whoever always followed the same one would be ahead or behind by a few percent.
     """
     orders = random.Random(0)
-    calls = {}
-    for name, start in starts.items():
-        begin = time.perf_counter()
-        wait(start())
-        calls[name] = max(1, int(turn_seconds / max(time.perf_counter() - begin, 1e-6)))
+    calls = {name: max(1, int(turn_seconds / one)) for name, one in seconds_of_a_call(starts, turn_seconds).items()}
     seconds: dict[str, list[float]] = {name: [] for name in starts}
     for _ in range(turns):
         for name in orders.sample(list(starts), len(starts)):
@@ -109,6 +106,22 @@ def interleaved_seconds(starts: Mapping[str, Start], turns: int, turn_seconds: f
             wait(result)
             seconds[name].append((time.perf_counter() - begin) / calls[name])
     return {name: float(np.median(times)) for name, times in seconds.items()}
+
+
+def seconds_of_a_call(starts: Mapping[str, Start], warm_up_seconds: float) -> dict[str, float]:
+    """The shortest of a few calls of each, by a device that is no longer idle: one that was is slower at first, and
+    whoever is measured then would have fewer calls a turn, and more of what a turn costs in each."""
+    begin = time.perf_counter()
+    for start in itertools.cycle(starts.values()):
+        wait(start())
+        if time.perf_counter() - begin > warm_up_seconds:
+            break
+    shortest = dict.fromkeys(starts, math.inf)
+    for name, start in [*starts.items()] * 3:
+        begin = time.perf_counter()
+        wait(start())
+        shortest[name] = min(shortest[name], time.perf_counter() - begin)
+    return {name: max(seconds, 1e-6) for name, seconds in shortest.items()}
 
 
 def host_seconds(starts: Mapping[str, Start], turns: int, calls: int = 100) -> dict[str, float]:

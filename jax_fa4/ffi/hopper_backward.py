@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fa4.cost import ARCHITECTURES
 from jax_fa4.ffi import hopper_forward
@@ -25,6 +26,7 @@ from jax_fa4.kernels.hopper.backward_plans import (
     BACKWARD_TILES,
     CAPPED_TILES,
     KEY_TILE,
+    PERSISTENT_TILES,
     BackwardTiles,
     backward_plan,
     sum_columns,
@@ -37,6 +39,8 @@ from jax_fa4.kernels.plans import around_backward
 from jax_fa4.problem import AttentionOperands, AttentionProblem
 from jax_fa4.schedule.order import Policy, WorkGrid, backward_grid, backward_table
 
+SHORT_ITEM = 2048  # queries of an item up to which persistent blocks are not slower (docs/performance.md)
+SAMPLED_KEYS = 1024
 ITEMS_PER_SM = 2  # items for each multiprocessor that splitting groups of query heads aims at
 
 
@@ -48,9 +52,27 @@ def why_not(problem: AttentionProblem) -> str | None:
 
 
 def tiles_of(problem: AttentionProblem) -> BackwardTiles:
-    """The sizes of the kernel that takes a problem."""
-    tiles = BACKWARD_TILES if problem.logits_soft_cap is None else CAPPED_TILES
-    return tiles[padded_head_dim(max(problem.head_dim, problem.value_dim))]
+    """The sizes of the kernel that takes a problem; and blocks that do one item after the other where items are short
+    and more than the multiprocessors."""
+    head_dim = padded_head_dim(max(problem.head_dim, problem.value_dim))
+    if problem.logits_soft_cap is not None:
+        return CAPPED_TILES[head_dim]
+    items = problem.batch * problem.kv_heads * -(-problem.key_length // KEY_TILE)
+    if problem.deterministic or items <= ARCHITECTURES["sm_90"].sms or _queries_of_an_item(problem) > SHORT_ITEM:
+        return BACKWARD_TILES[head_dim]
+    return PERSISTENT_TILES[head_dim]
+
+
+def _queries_of_an_item(problem: AttentionProblem) -> float:
+    """How many queries, of all heads that share it, see a key in the mean of some keys; 0 where ids or lengths decide:
+    then documents are taken for short."""
+    if mask_kind(problem) in ("intervals", "ids"):
+        return 0.0
+    left, right = band_edges(problem.mask)
+    keys = np.linspace(0, problem.key_length - 1, min(problem.key_length, SAMPLED_KEYS)).astype(np.int64)
+    first = np.maximum(keys - problem.mask.diagonal_offset - right, 0)
+    end = np.minimum(keys - problem.mask.diagonal_offset + left + 1, problem.query_length)
+    return float(np.maximum(end - first, 0).mean()) * problem.group_size
 
 
 def plan_of(problem: AttentionProblem, tiles: BackwardTiles | None = None) -> KernelPlan:

@@ -56,6 +56,8 @@ CALLS = {
     "packed, traced": Sample((1, 233, 2), (1, 233, 2), ids=DOCUMENTS, are_ids_traced=True),
     "padding, traced": Sample((2, 233, 2), (2, 233, 2), ids=PADDED, are_ids_traced=True),
     "scattered, traced": Sample((1, 233, 2), (1, 233, 2), 128, ids=SCATTERED, are_ids_traced=True),
+    "many items": Sample((1, 233, 70), (1, 233, 70), options={"is_causal": True}),
+    "many packed items": Sample((1, 233, 70), (1, 233, 70), 128, options={"is_causal": True}, ids=DOCUMENTS),
     "few queries in parts": Sample((2, 1, 8), (2, 700, 2), 128, options={"key_splits": 4}, has_backward=False),
 }
 

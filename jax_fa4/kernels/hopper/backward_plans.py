@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_fa4.kernels.hopper.plans import (
     ARCHITECTURE,
@@ -79,6 +79,8 @@ BACKWARD_TILES = {
     96: BackwardTiles(64, 3, 3),
     128: BackwardTiles(64, 3, 3),
 }
+# For items of few steps, which gain 1 to 7% by the same sizes (docs/performance.md, from item to item, backward).
+PERSISTENT_TILES = {head_dim: replace(tiles, persistent=True) for head_dim, tiles in BACKWARD_TILES.items()}
 # Capped scores need registers for their slopes.
 CAPPED_TILES = {**BACKWARD_TILES, 64: BackwardTiles(64, 3, 3)}
 
@@ -299,9 +301,11 @@ def backward_plan(
 
 
 def bundled_plans() -> Iterator[KernelPlan]:
-    """Plans whose binaries the wheel carries: without caps and without parts of groups, in free and in fixed order."""
+    """Plans whose binaries the wheel carries: without caps and without parts of groups, in free order by blocks of one
+    item and by persistent ones, and in fixed order by the former."""
     for dtype in FORWARD_DTYPES:
         for head_dim in BACKWARD_TILES:
             for mask in ("window", "intervals", "ids"):
                 for ordered in (False, True):
                     yield backward_plan(dtype, head_dim, mask, ordered=ordered)
+                yield backward_plan(dtype, head_dim, mask, tiles=PERSISTENT_TILES[head_dim])
