@@ -55,15 +55,16 @@ def test_without_the_compiler_the_default_is_left(
     monkeypatch.setattr(hopper_tiles.bundle, "compiler_version", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     figures = hopper_tiles.run(TINY, tmp_path / "figures.json", driver)
-    # Of each case the forward, whole backward, pre- and postprocess; the short forward is in the wheel too.
-    assert [one["tiles"] for one in figures] == ["default", "short", "default", "default", "default"] * 3
+    # Of each case the forward, whole backward, pre- and postprocess: with the tiles that the wheel has kernels of.
+    forward, backward = ["default", "one item a block", "short"], ["default", "64 ahead, persistent"] * 3
+    assert [one["tiles"] for one in figures] == (forward + backward) * 3
     names = {one["case"] for one in figures}
     assert {"d128 full 100", "d128 causal 100"} < names
     assert len(names) == 3
-    assert len(json.loads((tmp_path / "figures.json").read_text())["figures"]) == 15
+    assert len(json.loads((tmp_path / "figures.json").read_text())["figures"]) == 27
     printed = capsys.readouterr().out
     assert "80 ahead is left out" in printed
-    assert "forward, persistent is left out" in printed
+    assert "forward, short, persistent is left out" in printed
     assert "d128 full 100, whole, default" in printed
 
 

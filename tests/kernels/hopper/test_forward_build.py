@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jax_fa4.kernels import build
-from jax_fa4.kernels.hopper.plans import FORWARD_TILES, forward_plan
+from jax_fa4.kernels.hopper.plans import FORWARD_TILES, Mask, forward_plan
 
 pytestmark = pytest.mark.skipif(build.compiler_version() is None, reason="needs nvidia-cutlass-dsl")
 
@@ -28,11 +28,15 @@ def test_the_kernel_is_launched_as_planned(binary: build.KernelBinary) -> None:
         assert re.search(rf"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+{role.registers};", binary.ptx)
 
 
-def test_one_copy_of_each_loop(binary: build.KernelBinary) -> None:
-    """Products of the first step, of a masked, of a whole and of the last one: 2 (scores, output) of 8 and 5 each."""
+@pytest.mark.parametrize(("mask", "copies"), [("causal", 3), ("ids", 5)])
+def test_one_copy_of_each_loop(binary: build.KernelBinary, mask: Mask, copies: int) -> None:
+    """Scores and outputs of a first step or of a last one, of a masked, of a whole; where steps at both edges can be
+    masked, also of the two of a run at the right edge alone, after which a warpgroup may pass on steps."""
+    if mask == "causal":
+        binary = build.build(forward_plan("bfloat16", 128, mask, tiles=FORWARD_TILES[128]))
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+)k16", binary.ptx)
-    assert products.count("m64n80") == 3 * 128 // 16
-    assert products.count("m64n128") == 3 * 80 // 16
+    assert products.count("m64n80") == copies * 128 // 16
+    assert products.count("m64n128") == copies * 80 // 16
 
 
 @pytest.mark.skipif(shutil.which("cuobjdump") is None, reason="needs cuobjdump on the PATH")

@@ -14,7 +14,15 @@ from jax_fa4 import arguments
 from jax_fa4.ffi import hopper_forward as wrapper
 from jax_fa4.ffi.forward_call import mask_kind
 from jax_fa4.ffi.launch import LaunchError, call_integers
-from jax_fa4.kernels.hopper.plans import FORWARD_DTYPES, FORWARD_TILES, MASKS, Tiles, forward_plan, padded_head_dim
+from jax_fa4.kernels.hopper.plans import (
+    FORWARD_DTYPES,
+    FORWARD_TILES,
+    MASKS,
+    SINGLE_TILES,
+    Tiles,
+    forward_plan,
+    padded_head_dim,
+)
 from jax_fa4.kernels.plan import KernelPlan, PlanError
 from jax_fa4.splitting import Split, problem_of
 
@@ -91,7 +99,10 @@ def test_integers_of_a_call() -> None:
     assert values["query_row_bytes"] == 6 * 40 * 2
     assert values["key_batch_bytes"] == 777 * 2 * 40 * 2
     assert (values["section_heads"], values["sections"]) == (18, 1)
-    assert list(call_integers(plan, integers)[-3:]) == [18, 6, 1]
+    assert list(call_integers(plan, integers)[-3:]) == [3 * 6 * 6, 1, 1]  # the grid: no more blocks than items
+    single = forward_plan("bfloat16", 64, "window", tiles=SINGLE_TILES[64])
+    integers = wrapper.forward_call(call.problem, SINGLE_TILES[64]).integers()
+    assert list(call_integers(single, integers)[-3:]) == [18, 6, 1]
 
 
 def test_strides_of_packed_heads() -> None:
