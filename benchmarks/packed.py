@@ -4,9 +4,10 @@
 
 `training`: causal rows filled with documents, ours by a plan, by traced ids and by known ids against the libraries of
 `benchmarks.attention`. Lengths: of the Python standard library's files; of the Pile, by the sizes its paper publishes;
-log-normal ones. Tokens per second, and TFLOP/s of visible pairs as a share of ours on dense causal rows.
-`decode`: one query, keys in parts, against the rate at which a large array is copied and the keys are read. `planning`:
-ids to plan, on the device.
+log-normal ones. Tokens per second, and TFLOP/s of visible pairs as a share of ours on dense causal rows, which take their
+turns with the others: a GPU at its power limit is slower after work that heats it.
+`decode`: one query, keys in parts, against the rates at which a large array is copied, a large array is read, and the keys
+are. `planning`: ids to plan, on the device.
 
 A figure is the median over turns. The picture is of the schedule of each training case, simulated on an H200.
 """
@@ -41,6 +42,8 @@ from benchmarks.cases import PASSES, Case, packed_case
 
 KINDS = ("training", "decode", "planning")
 BYTES_PER_TOKEN = 4  # of English text and code, about
+DENSE = "jax_fa4, dense causal rows"
+COPY, READ = "copy of a large array", "read of a large array"
 
 # The Pile (arXiv 2101.00027, table 1): effective size in GiB, and the mean size of a document in KiB, by component.
 PILE = {
@@ -86,7 +89,7 @@ class Settings:
     decode_heads: int = 64
     decode_kv_heads: int = 8
     parts: tuple[int, ...] = (1, 8, 16, 32)
-    copied_bytes: int = 1 << 32  # far more than a cache holds: reading and writing them tells the memory's rate
+    copied_bytes: int = 1 << 32  # far more than a cache holds: copying and reading them tells the memory's rates
     planned_tokens: tuple[int, ...] = (8192, 32768)
     turns: int = 7
     turn_ms: float = 30.0
@@ -186,20 +189,17 @@ def training(settings: Settings, console: Console) -> Iterator[dict[str, Any]]:
     dense_case = Case(
         settings.rows, settings.row_length, settings.heads, settings.heads, settings.head_dim, is_causal=True
     )
-    ours = {"jax_fa4": all_candidates(settings.implementation)["jax_fa4"]}
+    ours = {DENSE: all_candidates(settings.implementation)["jax_fa4"]}
     for passes in settings.passes:
-        dense = interleaved_seconds(started(ours, dense_case, passes, console), settings.turns, settings.turn_ms / 1e3)[
-            "jax_fa4"
-        ]
-        dense_rate = dense_case.flop(passes) / dense
-        yield {"case": "dense causal", "passes": passes, "candidate": "jax_fa4", **rates(dense_case, passes, dense)}
+        dense_start = started(ours, dense_case, passes, console)
         for kind in settings.lengths:
             case = training_case(kind, settings)
-            starts = started(chosen, case, passes, console)
+            starts = started(chosen, case, passes, console) | dense_start
             timed = interleaved_seconds(starts, settings.turns, settings.turn_ms / 1e3)
+            dense_rate = dense_case.flop(passes) / timed[DENSE]
             for name, seconds in timed.items():
-                found = rates(case, passes, seconds)
-                found["of_dense"] = case.flop(passes) / seconds / dense_rate
+                found = rates(dense_case if name == DENSE else case, passes, seconds)
+                found["of_dense"] = found["tflops"] * 1e12 / dense_rate
                 yield {"case": f"{kind}, {case.name}", "passes": passes, "candidate": name, **found}
 
 
@@ -252,11 +252,13 @@ def decode(settings: Settings, console: Console) -> Iterator[dict[str, Any]]:
     tensors = query, key, value
     starts = {name: functools.partial(chained(function), *tensors) for name, function in functions.items()}
     large = jnp.ones(settings.copied_bytes // 2, jnp.bfloat16)
-    starts["copy of a large array by XLA"] = functools.partial(jax.jit(lambda array: -array), large)
+    starts[COPY] = functools.partial(jax.jit(jnp.copy), large)
+    starts[READ] = functools.partial(jax.jit(functools.partial(jnp.sum, dtype=jnp.float32)), large)
     seconds = interleaved_seconds(started_twice(starts, console), settings.turns, settings.turn_ms / 1e3)
     moved = 2 * key.nbytes
-    memory = 2 * large.nbytes / seconds.pop("copy of a large array by XLA") / 1e12
-    yield {"case": "decode", "candidate": "copy of a large array by XLA", "terabytes_per_second": memory}
+    memory = {name: times * large.nbytes / seconds.pop(name) / 1e12 for name, times in ((COPY, 2), (READ, 1))}
+    for name, rate in memory.items():
+        yield {"case": "decode", "candidate": name, "terabytes_per_second": rate}
     for name, taken in seconds.items():
         taken /= CHAIN
         rate = moved / taken / 1e12
@@ -265,7 +267,8 @@ def decode(settings: Settings, console: Console) -> Iterator[dict[str, Any]]:
             "candidate": name,
             "ms": taken * 1e3,
             "terabytes_per_second": rate,
-            "of_copy": rate / memory,
+            "of_copy": rate / memory[COPY],
+            "of_read": rate / memory[READ],
         }
 
 

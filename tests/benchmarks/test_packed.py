@@ -34,7 +34,7 @@ TINY = packed.Settings(
 def test_every_figure_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "packed.json", tmp_path / "packed.png"
     figures = packed.run(TINY, out, plot)
-    assert len(figures) == 1 + 3 * 3 + 5 + 2
+    assert len(figures) == 3 * 4 + 6 + 2
     assert all(one.get("ms", one.get("terabytes_per_second")) > 0 for one in figures)
     assert len(json.loads(out.read_text())["figures"]) == len(figures)
     assert plot.stat().st_size > 5_000
