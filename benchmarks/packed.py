@@ -4,10 +4,10 @@
 
 `training`: causal rows filled with documents, ours by a plan, by traced ids and by known ids against the libraries of
 `benchmarks.attention`. Lengths: of the Python standard library's files; of the Pile, by the sizes its paper publishes;
-log-normal ones. Tokens per second, and TFLOP/s of visible pairs as a share of ours on dense causal rows, which take their
-turns with the others: a GPU at its power limit is slower after work that heats it.
-`decode`: one query, keys in parts, against the rates at which a large array is copied, a large array is read, and the keys
-are. `planning`: ids to plan, on the device.
+log-normal ones. Tokens per second, and TFLOP/s of visible pairs as a share of ours on dense causal rows, which take
+their turns with the others: a GPU at its power limit is slower after work that heats it.
+`decode`: one query, keys in parts, against the rates at which a large array is copied, a large array is read, and the
+keys are. `planning`: ids to plan, on the device.
 
 A figure is the median over turns. The picture is of the schedule of each training case, simulated on an H200.
 """
