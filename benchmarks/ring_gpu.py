@@ -273,7 +273,7 @@ def show(figure: Figure, console: Console) -> None:
 
 def run(settings: Settings, out: Path | None = None) -> list[Figure]:
     """Measures, prints, and writes JSON."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     shape = jax.ShapeDtypeStruct((1, settings.lengths[0], settings.heads, settings.head_dim), settings.dtype)
     chosen = jax_fa4.explain(shape, shape, shape, is_causal=True, implementation=settings.implementation)
     console.print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, implementation {chosen.implementation}")

@@ -64,6 +64,7 @@ def test_without_the_compiler_the_default_is_left(
     assert len(json.loads((tmp_path / "figures.json").read_text())["figures"]) == 27
     printed = capsys.readouterr().out
     assert "80 ahead is left out" in printed
+    assert "pip install 'jax_fa4[build]'" in printed
     assert "forward, short, persistent is left out" in printed
     assert "d128 full 100, whole, default" in printed
 
