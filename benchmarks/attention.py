@@ -28,6 +28,7 @@ import numpy as np
 from absl import app, flags
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from benchmarks.candidates import (
     Candidate,
@@ -218,14 +219,14 @@ def show(figures: Sequence[Figure], console: Console) -> None:
         for case in dict.fromkeys(one.case for one in rows):
             found = {one.candidate: one for one in rows if one.case == case}
             best = min(found.values(), key=lambda one: one.milliseconds).candidate
-            cells = []
+            cells: list[Text] = []
             for name in names:
                 if name not in found:
-                    cells.append("")
+                    cells.append(Text())
                     continue
                 one = found[name]
                 text = f"({one.milliseconds * 1e3:.0f})" if one.tflops is None else f"{one.tflops:.3g}"
-                cells.append(f"[bold]{text}[/bold]" if name == best else text)
+                cells.append(Text(text, style="bold" if name == best else ""))
             table.add_row(case, *cells)
         console.print(table)
     for (passes, name), (mean, least, count) in geometric_means(figures).items():
@@ -262,7 +263,7 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
 
 def run(settings: Settings, out: Path | None = None, plot: Path | None = None) -> list[Figure]:
     """Measures, prints each figure as it comes and the tables at the end, writes JSON after every figure, and draws."""
-    console = Console()
+    console = Console(markup=False)
     device = jax.devices()[0].device_kind
     console.print(f"jax {jax.__version__} on {device}")
     figures: list[Figure] = []
@@ -286,7 +287,7 @@ def report(
     figures: Iterable[dict[str, Any]], text_of: Callable[[dict[str, Any]], str], settings: Any, out: Path | None
 ) -> list[dict[str, Any]]:
     """Prints each figure as it comes, and writes all so far as JSON, with the dataclass of settings."""
-    console = Console()
+    console = Console(markup=False)
     device = jax.devices()[0].device_kind
     console.print(f"jax {jax.__version__} on {device}")
     facts = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}

@@ -228,7 +228,7 @@ def run(settings: Settings, out: Path | None = None, driver: str = CUDA_DRIVER) 
         speed = "" if one["tflops"] is None else f", {one['tflops']:.0f} TFLOP/s"
         return f"{one['case']}, {one['part']}, {one['tiles']}: {one['ms']:.4f} ms{speed}, {one['ratio']:.3f}"
 
-    return report(measure(settings, Console(), driver), text_of, settings, out)
+    return report(measure(settings, Console(markup=False), driver), text_of, settings, out)
 
 
 def main(argv: list[str]) -> None:
@@ -237,7 +237,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     settings = settings_of_flags(Settings)
     if flags.FLAGS.build:
-        build(settings, Console())
+        build(settings, Console(markup=False))
     else:
         run(settings, Path(flags.FLAGS.out) if flags.FLAGS.out else None)
 

@@ -343,7 +343,7 @@ MEASURES = {"training": training, "decode": decode, "planning": planning}
 
 def run(settings: Settings, out: Path | None = None, plot: Path | None = None) -> list[dict[str, Any]]:
     """Measures, prints each figure as it comes, writes JSON after every figure, and draws."""
-    console = Console()
+    console = Console(markup=False)
     device = jax.devices()[0].device_kind
     console.print(f"jax {jax.__version__} on {device}")
     figures: list[dict[str, Any]] = []
