@@ -58,6 +58,7 @@ VARIANTS: dict[int, dict[str, BackwardTiles]] = {
     64: {
         "64 ahead": BackwardTiles(64, 3, 3),
         "128 in turn, persistent": BackwardTiles(128, 2, 2, ahead=False, turned_scores=False, persistent=True),
+        "128 in turn, staggered": BackwardTiles(128, 2, 2, ahead=False, turned_scores=False, staggered=True),
     },
     96: {
         "64 in turn": BackwardTiles(64, 3, 3, ahead=False, turned_scores=False),
@@ -68,6 +69,7 @@ VARIANTS: dict[int, dict[str, BackwardTiles]] = {
         "80 in turn, persistent": BackwardTiles(80, 2, 2, ahead=False, turned_scores=False, persistent=True),
         "80 ahead": BackwardTiles(80, 3, 2, grad_score_stages=1),
         "64 ahead, persistent": BackwardTiles(64, 3, 3, persistent=True),
+        "64 ahead, staggered": BackwardTiles(64, 3, 3, staggered=True),
         "64 in turn": BackwardTiles(64, 3, 3, ahead=False, turned_scores=False),
     },
 }

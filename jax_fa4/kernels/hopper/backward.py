@@ -316,7 +316,10 @@ class HopperBackward:
         def context_of(job: Job, progress: Progress) -> Context:
             walked = heads // item_heads
             of_call = job.item.head * walked, heads, query_tiles
-            return Context(shape, memory, Walk(job.item, walked), progress, *of_call)
+            walk = Walk(job.item, walked)
+            if cutlass.const_expr(shape.is_staggered):
+                walk = Walk.staggered(job.item, walked, shape.query_tile)
+            return Context(shape, memory, walk, progress, *of_call)
 
         def load(item: WorkItem, progress: Progress) -> Int32:
             job = call.job(item)

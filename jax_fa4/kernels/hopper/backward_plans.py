@@ -56,6 +56,8 @@ class BackwardTiles:
         persistent: as many blocks as multiprocessors, each doing one item after the other: what an item reads first is
             loaded while the one before ends.
         grad_score_stages: stages of dS; with 1 a warpgroup waits until the other has read the step before.
+        staggered: items of one head that see all queries start at different ones, so that they do not all read and add
+            to the same tiles of queries at a time. Not in fixed order.
     """
 
     query_tile: int
@@ -65,6 +67,7 @@ class BackwardTiles:
     turned_scores: bool = True
     persistent: bool = False
     grad_score_stages: int = 2
+    staggered: bool = False
 
     @property
     def sums_by_columns(self) -> bool:
@@ -228,6 +231,8 @@ def backward_plan(
         )
     tiles = tiles or (CAPPED_TILES if soft_cap else BACKWARD_TILES)[head_dim]
     _check_tiles(tiles, head_dim, soft_cap)
+    if tiles.staggered and ordered:
+        raise PlanError("backward: tiles are staggered, ordered is True; in fixed order steps ascend.")
     is_table = mask in ("intervals", "ids")
     row_bytes = head_dim * DTYPES[dtype]
     pointers = [Parameter("operand", "lse"), Parameter("operand", "delta"), Parameter("result", "sums")]
@@ -273,6 +278,7 @@ def backward_plan(
             ("turned_scores", tiles.turned_scores),
             ("persistent", tiles.persistent),
             ("grad_score_stages", tiles.grad_score_stages),
+            *((("staggered", True),) if tiles.staggered else ()),
         ),
         operands=(*operands, *extra, *hidden),
         results=tuple(results),
