@@ -53,6 +53,7 @@ class Shape:
     is_persistent: bool  # a block does one item after the other
     is_split: bool  # an item walks part of the query heads that share its keys: gradients are float32 parts
     is_staggered: bool  # an item's whole tiles begin at its own diagonal and wrap around
+    stores_first: bool  # who is first to add to a tile of sums stores
 
     @staticmethod
     def of(plan: KernelPlan) -> Shape:
@@ -79,6 +80,7 @@ class Shape:
             is_persistent=option("persistent"),
             is_split=option("split"),
             is_staggered=("staggered", True) in plan.options,
+            stores_first=("stores_first", True) in plan.options,
         )
 
     @property
