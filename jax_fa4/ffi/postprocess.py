@@ -27,9 +27,10 @@ def postprocess(
 
     accumulator: (B, N, R, W) float32, R the padded query length and W at least head_dim, as `preprocess` makes it and
     a backward kernel adds to it; fragment_parts, turned_rows: in which order, as `postprocess_plan` takes them. marks:
-    (B, N, tiles, 2) int32, of whose tiles of rows nothing was added to those with 0 in the first place; None: all were
-    zeroed before. Returns (B, query_length, N, head_dim) in dtype. architecture: one of `ARCHITECTURES`. Raises LaunchError on another shape,
-    PlanError on a head_dim that is no multiple of 16 bytes, KernelUnavailableError where no binary is at hand.
+    (B, N, tiles, 2) int32, by which nothing was added to a tile of rows where the first is 0; None: all rows were
+    zeroed before. Returns (B, query_length, N, head_dim) in dtype. architecture: one of `ARCHITECTURES`. Raises
+    LaunchError on another shape, PlanError on a head_dim that is no multiple of 16 bytes, KernelUnavailableError where
+    no binary is at hand.
     """
     batch, heads, rows, width = accumulator.shape
     tile = turned_rows or ROW_MULTIPLE

@@ -215,12 +215,13 @@ class Marks:
         return begun == 0
 
     @cute.jit
-    def set_stored(self, number: Int64) -> None:
-        """What this thread's bulk groups stored in that tile is there, and others may add to it."""
-        cute.arch.cp_async_bulk_wait_group(0)
-        cute.arch.fence_proxy("async.global")
-        with cute.arch.elect_one():
-            bulk.raise_flag(self.pointer + number * 2 + 1)
+    def open(self, number: Int64, is_first: Any) -> None:
+        """By the first block: wait until what it has stored in that tile is there, and let others add to it."""
+        if is_first:
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.fence_proxy("async.global")
+            with cute.arch.elect_one():
+                bulk.raise_flag(self.pointer + number * 2 + 1)
 
 
 class Add:
@@ -263,8 +264,7 @@ class Add:
                 with cute.arch.elect_one():
                     bulk.raise_flag(self.flags + number)
             if cutlass.const_expr(shape.stores_first):
-                if is_first:
-                    Marks(self.flags).set_stored(number)
+                Marks(self.flags).open(number, is_first)
 
     def free(self, group: int) -> None:
         """That warpgroup's staging may be overwritten."""

@@ -195,8 +195,8 @@ def _check_order(tiles: BackwardTiles, ordered: bool) -> None:
         raise PlanError("backward: tiles are staggered, ordered is True; in fixed order steps ascend.")
     if tiles.stores_first and (ordered or tiles.sums_by_columns):
         raise PlanError(
-            f"backward: tiles have stores_first with query_tile {tiles.query_tile} and ordered {ordered}; it takes 64 or "
-            "128 queries in free order."
+            f"backward: tiles have stores_first with query_tile {tiles.query_tile} and ordered {ordered}; it takes 64 "
+            "or 128 queries in free order."
         )
 
 
