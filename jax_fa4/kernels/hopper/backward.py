@@ -205,7 +205,8 @@ class Marks:
     @cute.jit
     def is_first(self, number: Int64) -> cutlass.Boolean:
         """Whether this block is the first at that tile; if not, the first one's store is done when it returns."""
-        mark, drawn = self.pointer + number * 2, Int32(0)
+        mark = self.pointer + number * 2
+        drawn: Any = Int32(0)
         if cute.arch.lane_idx() == 0:
             drawn = cute.arch.atomic_add(mark, Int32(1), sem="relaxed", scope="gpu")
         begun = cute.arch.make_warp_uniform(drawn)

@@ -28,7 +28,7 @@ def staggered(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("staggered")
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize(
     "options",
     [{}, {"is_causal": True}, {"local_window_size": (300, 40)}],

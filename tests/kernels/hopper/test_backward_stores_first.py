@@ -43,7 +43,7 @@ def storing(request: pytest.FixtureRequest, hopper: None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("storing")
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
 def test_dense_rows(head_dim: int, options: dict[str, Any]) -> None:
     check(draw(head_dim, (2, 200, 2, head_dim), 300, 1, "bfloat16"), **options)
@@ -84,7 +84,7 @@ def test_scattered_ids_caps_and_parts_of_groups() -> None:
 
 @pytest.mark.usefixtures("storing")
 @pytest.mark.parametrize("completion", ["random", "eager", "lazy"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_order_of_events(completion: str, seed: int) -> None:
     """Who comes first depends on it."""
     emulator.set_options(seed=seed, completion=completion)
