@@ -28,7 +28,7 @@ def staggered(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("staggered")
-@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow), 128])
+@pytest.mark.parametrize("head_dim", [*(pytest.param(one, marks=pytest.mark.slow) for one in (64, 96)), 128])
 @pytest.mark.parametrize(
     "options",
     [{}, {"is_causal": True}, {"local_window_size": (300, 40)}],
@@ -45,6 +45,7 @@ def test_the_diagonal_may_lie_beyond_the_last_query(queries: int, keys: int) -> 
     check(draw(1, (1, queries, 2, 64), keys, 2, "float16"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("staggered")
 def test_persistent_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """140 items, more than the multiprocessors."""

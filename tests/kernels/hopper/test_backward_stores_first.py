@@ -43,7 +43,7 @@ def storing(request: pytest.FixtureRequest, hopper: None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("storing")
-@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow), 128])
+@pytest.mark.parametrize("head_dim", [*(pytest.param(one, marks=pytest.mark.slow) for one in (64, 96)), 128])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
 def test_dense_rows(head_dim: int, options: dict[str, Any]) -> None:
     check(draw(head_dim, (2, 200, 2, head_dim), 300, 1, "bfloat16"), **options)
@@ -65,7 +65,7 @@ def test_queries_that_see_nothing(queries: int, keys: int, options: dict[str, An
 
 @pytest.mark.usefixtures("storing")
 @pytest.mark.parametrize("concrete", [True, False], ids=["known", "traced"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_packed_segments(head_dim: int, concrete: bool) -> None:
     """Padding that holds NaN: tiles of queries to which nobody adds."""
     ids = np.sort(np.random.default_rng(5).integers(0, 6, (2, 420)), axis=-1).astype(np.int32)
@@ -74,6 +74,7 @@ def test_packed_segments(head_dim: int, concrete: bool) -> None:
     check(tensors, is_causal=True, segment_ids=ids if concrete else jnp.asarray(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("storing")
 def test_scattered_ids_caps_and_parts_of_groups() -> None:
     rng = np.random.default_rng(6)
