@@ -81,6 +81,7 @@ def test_building_asks_for_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == {"forward": 8, "preprocess": 2, "backward": 18, "postprocess": 2, "postprocess_turned": 1}
 
 
+@pytest.mark.slow  # compiles every variant
 @pytest.mark.skipif(build.compiler_version() is None, reason="the wheel has the default's kernels alone")
 def test_all_variants_give_the_same_gradients(driver: str) -> None:
     case = next(cases.dense_cases((128,), (100,), 100, 128))
