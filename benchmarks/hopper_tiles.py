@@ -36,7 +36,6 @@ from jax_fa4.ffi.preprocess import ROW_MULTIPLE, preprocess
 from jax_fa4.kernels import bundle
 from jax_fa4.kernels.hopper.backward_plans import (
     BACKWARD_TILES,
-    PERSISTENT_TILES,
     BackwardTiles,
     sum_columns,
     sum_parts,
@@ -55,11 +54,10 @@ FORWARD_VARIANTS: dict[int, dict[str, Tiles]] = {
     }
     for head_dim in FORWARD_TILES
 }
-VARIANTS: dict[int, dict[str, BackwardTiles]] = {  # and those of `STORING`
+VARIANTS: dict[int, dict[str, BackwardTiles]] = {
     64: {
         "64 ahead": BackwardTiles(64, 3, 3),
         "128 in turn, persistent": BackwardTiles(128, 2, 2, ahead=False, turned_scores=False, persistent=True),
-        "128 in turn, staggered": BackwardTiles(128, 2, 2, ahead=False, turned_scores=False, staggered=True),
     },
     96: {
         "64 in turn": BackwardTiles(64, 3, 3, ahead=False, turned_scores=False),
@@ -70,17 +68,8 @@ VARIANTS: dict[int, dict[str, BackwardTiles]] = {  # and those of `STORING`
         "80 in turn, persistent": BackwardTiles(80, 2, 2, ahead=False, turned_scores=False, persistent=True),
         "80 ahead": BackwardTiles(80, 3, 2, grad_score_stages=1),
         "64 ahead, persistent": BackwardTiles(64, 3, 3, persistent=True),
-        "64 ahead, staggered": BackwardTiles(64, 3, 3, staggered=True),
         "64 in turn": BackwardTiles(64, 3, 3, ahead=False, turned_scores=False),
     },
-}
-
-STORING = {  # sums that nothing zeroes before
-    head_dim: {
-        "stores first": dataclasses.replace(BACKWARD_TILES[head_dim], stores_first=True),
-        "persistent, stores first": dataclasses.replace(PERSISTENT_TILES[head_dim], stores_first=True),
-    }
-    for head_dim in BACKWARD_TILES
 }
 
 
@@ -104,8 +93,7 @@ class Settings:
 def tiles_of(head_dim: int, names: tuple[str, ...] = ()) -> dict[str, BackwardTiles]:
     """The backward's default first, then the variants, or those named."""
     padded = padded_head_dim(head_dim)
-    variants = VARIANTS[padded] | STORING[padded]
-    others = {name: tiles for name, tiles in variants.items() if not names or name in names}
+    others = {name: tiles for name, tiles in VARIANTS[padded].items() if not names or name in names}
     return {DEFAULT: BACKWARD_TILES[padded]} | others
 
 
@@ -150,23 +138,20 @@ def starts(call: Call, tiles: BackwardTiles, rest: tuple[jax.Array, ...], driver
     problem = call.problem
     where: dict[str, Any] = {"architecture": ARCHITECTURE, "driver": driver}
     width = sum_columns(padded_head_dim(problem.head_dim))
-    zeroed, row_tile = 0 if tiles.stores_first else width, turned_rows(tiles) or ROW_MULTIPLE
+    row_tile = turned_rows(tiles) or ROW_MULTIPLE
 
-    def after(sums: jax.Array, marks: jax.Array | None) -> jax.Array:
+    def after(sums: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"fragment_parts": sum_parts(tiles), "turned_rows": turned_rows(tiles)}
         options |= {"query_length": problem.query_length, "head_dim": problem.head_dim, "dtype": problem.dtype}
-        return postprocess(sums, scale=float(problem.scale or 0.0), marks=marks, **options, **where)
+        return postprocess(sums, scale=float(problem.scale or 0.0), **options, **where)
 
     whole = jax.jit(functools.partial(backward.hopper_backward, problem, tiles=tiles, driver=driver))
-    before = jax.jit(functools.partial(preprocess, accumulator_width=zeroed, row_tile=row_tile, **where))
-    shape = before(*_of_preprocess(rest)).delta.shape
-    sums, marks = jnp.zeros((*shape, width)), None
-    if tiles.stores_first:
-        marks = jnp.ones((*shape[:2], shape[2] // tiles.query_tile, 2), jnp.int32)
+    before = jax.jit(functools.partial(preprocess, accumulator_width=width, row_tile=row_tile, **where))
+    sums = before(*_of_preprocess(rest)).accumulator
     return {
         "whole": functools.partial(whole, call.operands, *rest),
         "preprocess": functools.partial(before, *_of_preprocess(rest)),
-        "postprocess": functools.partial(jax.jit(after), sums, marks),
+        "postprocess": functools.partial(jax.jit(after), sums),
     }
 
 

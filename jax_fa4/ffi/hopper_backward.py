@@ -29,7 +29,6 @@ from jax_fa4.kernels.hopper.backward_plans import (
     PERSISTENT_TILES,
     BackwardTiles,
     backward_plan,
-    mark_rows,
     sum_columns,
     sum_parts,
     turned_rows,
@@ -87,7 +86,7 @@ def plans_of(
     """The plans of the kernels that run one after another: before, the backward, after."""
     plan, tiles = plan_of(problem, tiles), tiles or tiles_of(problem)
     width = sum_columns(padded_head_dim(max(problem.head_dim, problem.value_dim)))
-    dims, order = (problem.head_dim, problem.value_dim), (sum_parts(tiles), turned_rows(tiles), mark_rows(tiles))
+    dims, order = (problem.head_dim, problem.value_dim), (sum_parts(tiles), turned_rows(tiles))
     before, after = around_backward(ARCHITECTURE, problem.dtype, *dims, width, *order)
     return before, plan, after
 
@@ -198,34 +197,25 @@ def _launch(
     prepared: Preprocessed,
     tiles: BackwardTiles,
     driver: str,
-) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """Sums of the query gradients, the marks of those that were not zeroed, and the gradients of keys and values."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums of the query gradients, and the gradients of keys and values."""
     splits, rows = _splits(problem), prepared.delta.shape[2]
     shared = dataclasses.replace(problem, kv_heads=problem.kv_heads * splits)
     mask, integers = mask_kind(problem), _integers(problem, shared, tiles.query_tile, rows)
     plan = plan_of(problem, tiles)
     buffers: dict[str, Any] = {"query": operands.query, "key": operands.key, "value": operands.value}
-    buffers |= {"grad_out": grad_out, "lse": prepared.lse_log2, "delta": prepared.delta}
+    buffers |= {"grad_out": grad_out, "lse": prepared.lse_log2, "delta": prepared.delta, "zeros": prepared.accumulator}
     rows_of_keys = problem.batch, problem.key_length
     results = {
         name: jax.ShapeDtypeStruct((*rows_of_keys, shared.kv_heads, dim), "float32" if splits > 1 else problem.dtype)
         for name, dim in (("grad_key", problem.head_dim), ("grad_value", problem.value_dim))
     }
-    by_tile = problem.batch, problem.query_heads, rows // tiles.query_tile
-    aliases = {}
-
-    def add_result(name: str, zeros_name: str, zeros: jax.Array) -> None:
-        """A result that is zero at first."""
-        buffers[zeros_name], results[name], aliases[zeros_name] = zeros, _like(zeros), name
-
-    if tiles.stores_first:
-        width = sum_columns(padded_head_dim(max(problem.head_dim, problem.value_dim)))
-        results["sums"] = jax.ShapeDtypeStruct((*prepared.delta.shape, width), jnp.float32)
-        add_result("marks", "zero_marks", jnp.zeros((*by_tile, 2), jnp.int32))
-    else:
-        add_result("sums", "zeros", prepared.accumulator)
+    results["sums"] = _like(prepared.accumulator)
+    aliases = {"zeros": "sums"}
     if problem.deterministic:
-        add_result("flags", "zero_flags", jnp.zeros(by_tile, jnp.int32))
+        flags = jnp.zeros((problem.batch, problem.query_heads, rows // tiles.query_tile), jnp.int32)
+        buffers["zero_flags"], results["flags"] = flags, _like(flags)
+        aliases["zero_flags"] = "flags"
     if tiles.persistent:
         add_counter(buffers, results, aliases)
     if mask in ("intervals", "ids"):
@@ -241,7 +231,7 @@ def _launch(
         parts = (*rows_of_keys, problem.kv_heads, splits, -1)
         grad_key, grad_value = (one.reshape(parts).sum(axis=3).astype(problem.dtype) for one in gradients)
         gradients = grad_key, grad_value
-    return found["sums"], found.get("marks"), *gradients
+    return found["sums"], *gradients
 
 
 def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -297,12 +287,12 @@ def hopper_backward(
     tiles = tiles or tiles_of(problem)
     prepared = preprocess(
         *(out, grad_out, lse, grad_lse),
-        accumulator_width=0 if tiles.stores_first else sum_columns(head_dim),
+        accumulator_width=sum_columns(head_dim),
         row_tile=turned_rows(tiles) or ROW_MULTIPLE,
         architecture=ARCHITECTURE,
         driver=driver,
     )
-    sums, marks, grad_key, grad_value = _launch(problem, operands, grad_out, prepared, tiles, driver)
+    sums, grad_key, grad_value = _launch(problem, operands, grad_out, prepared, tiles, driver)
     grad_query = postprocess(
         sums,
         query_length=problem.query_length,
@@ -312,7 +302,6 @@ def hopper_backward(
         architecture=ARCHITECTURE,
         fragment_parts=sum_parts(tiles),
         turned_rows=turned_rows(tiles),
-        marks=marks,
         driver=driver,
     )
     return AttentionOperands(grad_query, grad_key, grad_value)

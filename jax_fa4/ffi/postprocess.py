@@ -20,17 +20,14 @@ def postprocess(
     architecture: str,
     fragment_parts: int = 0,
     turned_rows: int = 0,
-    marks: jax.Array | None = None,
     driver: str = CUDA_DRIVER,
 ) -> jax.Array:
     """Runs the kernel: the sums of the query gradients, scaled and rounded.
 
     accumulator: (B, N, R, W) float32, R the padded query length and W at least head_dim, as `preprocess` makes it and
-    a backward kernel adds to it; fragment_parts, turned_rows: in which order, as `postprocess_plan` takes them. marks:
-    (B, N, tiles, 2) int32, by which nothing was added to a tile of rows where the first is 0; None: all rows were
-    zeroed before. Returns (B, query_length, N, head_dim) in dtype. architecture: one of `ARCHITECTURES`. Raises
-    LaunchError on another shape, PlanError on a head_dim that is no multiple of 16 bytes, KernelUnavailableError where
-    no binary is at hand.
+    a backward kernel adds to it; fragment_parts, turned_rows: in which order, as `postprocess_plan` takes them. Returns
+    (B, query_length, N, head_dim) in dtype. architecture: one of `ARCHITECTURES`. Raises LaunchError on another shape,
+    PlanError on a head_dim that is no multiple of 16 bytes, KernelUnavailableError where no binary is at hand.
     """
     batch, heads, rows, width = accumulator.shape
     tile = turned_rows or ROW_MULTIPLE
@@ -39,12 +36,10 @@ def postprocess(
             f"postprocess: accumulator is {accumulator.dtype}{accumulator.shape}; it takes float32 with whole tiles of "
             f"{tile} rows for query_length {query_length}."
         )
-    operands = {"accumulator": accumulator} | ({} if marks is None else {"marks": marks})
-    mark_rows = 0 if marks is None else rows // marks.shape[2]
     integers = {"heads": heads, "query_length": query_length, "padded_length": rows}
     results = launch(
-        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts, turned_rows, mark_rows),
-        operands,
+        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts, turned_rows),
+        {"accumulator": accumulator},
         {"grad_query": jax.ShapeDtypeStruct((batch, query_length, heads, head_dim), dtype)},
         integers | sections(architecture, accumulator.shape),
         {"scale": scale},

@@ -110,15 +110,12 @@ def postprocess_plan(
     accumulator_width: int,
     fragment_parts: int = 0,
     turned_rows: int = 0,
-    mark_rows: int = 0,
 ) -> KernelPlan:
     """The backward's postprocess: sums of `accumulator_width` float32 a row to gradients of `head_dim` elements.
 
     `fragment_parts` 0: rows as they are; 1 or 2: in the order of registers, in as many parts
     (`kernels/postprocess.py`); with `turned_rows`, transposed in blocks of so many rows
-    (`kernels/postprocess_turned.py`). `mark_rows` not 0: tiles of so many rows that nothing was added to, by `marks`,
-    hold anything and count as zeros; for sums in the order of registers. Raises PlanError where a row is not whole
-    vectors of 16 bytes.
+    (`kernels/postprocess_turned.py`). Raises PlanError where a row is not whole vectors of 16 bytes.
     """
     if dtype not in DTYPES:
         raise PlanError(f"postprocess: dtype is {dtype!r}; it takes one of {', '.join(DTYPES)}.")
@@ -129,11 +126,6 @@ def postprocess_plan(
         raise PlanError(
             f"postprocess: accumulator_width is {accumulator_width}; it takes multiples of 4 from head_dim, "
             f"{head_dim}, on."
-        )
-    if mark_rows % POSTPROCESS_ROWS or (mark_rows and (turned_rows or not fragment_parts)):
-        raise PlanError(
-            f"postprocess: mark_rows is {mark_rows} with fragment_parts {fragment_parts}; it takes multiples of "
-            f"{POSTPROCESS_ROWS} with sums in the order of registers."
         )
     order: tuple[str, int] = ("fragment_parts", fragment_parts)
     if turned_rows:
@@ -153,16 +145,14 @@ def postprocess_plan(
             ("accumulator_width", accumulator_width),
             ("rows", POSTPROCESS_ROWS),
             order,
-            *((("mark_rows", mark_rows),) if mark_rows else ()),
         ),
-        operands=("accumulator", *(("marks",) if mark_rows else ())),
+        operands=("accumulator",),
         results=("grad_query",),
         integers=("section_heads", "sections", "heads", "query_length", "padded_length"),
         floats=("scale",),
         parameters=(
             Parameter("operand", "accumulator"),
             Parameter("result", "grad_query"),
-            *([Parameter("operand", "marks")] if mark_rows else []),
             Parameter("int32", "heads"),
             Parameter("int32", "query_length"),
             Parameter("int32", "padded_length"),
@@ -182,13 +172,11 @@ def around_backward(
     width: int,
     fragment_parts: int = 0,
     turned_rows: int = 0,
-    mark_rows: int = 0,
 ) -> tuple[KernelPlan, KernelPlan]:
-    """What runs before and after a backward whose sums of query gradients have `width` columns; with `mark_rows`
-    nothing is zeroed before."""
+    """What runs before and after a backward whose sums of query gradients have `width` columns."""
     return (
-        preprocess_plan(architecture, dtype, value_dim, 0 if mark_rows else width),
-        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts, turned_rows, mark_rows),
+        preprocess_plan(architecture, dtype, value_dim, width),
+        postprocess_plan(architecture, dtype, head_dim, width, fragment_parts, turned_rows),
     )
 
 

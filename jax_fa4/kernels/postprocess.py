@@ -22,9 +22,6 @@ r + 8:
 
     part    |registers 0..3: thread 0, thread 1, ... thread 127|registers 4..7: ...|
     lane 4 q + c, registers 4 j ..    columns 8 j + 2 c, + 1 of row q, then the same of row q + 8
-
-Where nothing was zeroed before, sums of a tile of queries that no block has added to hold anything: `marks` says which,
-two int32 for each tile of `mark_rows` rows, of which the first counts blocks. Their gradients are 0.
 """
 
 from __future__ import annotations
@@ -57,7 +54,6 @@ class Postprocess:
         self.vector = 16 // DTYPES[str(plan.option("dtype"))]
         self.vectors = self.head_dim // self.vector
         self.fragment_parts = int(plan.option("fragment_parts"))
-        self.mark_rows = next((int(value) for name, value in plan.options if name == "mark_rows"), 0)
 
     @cute.jit
     def convert(self, source: cute.Pointer, offset: Int64, scale: Float32) -> cute.Tensor:
@@ -71,7 +67,7 @@ class Postprocess:
 
     @cute.jit
     def convert_fragments(
-        self, source: cute.Pointer, place: Int32, scale: Float32, is_added: Any
+        self, source: cute.Pointer, place: Int32, scale: Float32
     ) -> tuple[Int32, Int32, list[cute.Tensor]]:
         """Eight columns of two rows, 8 apart: first row and column in the block, and the rounded values of each."""
         groups = self.width // COLUMNS
@@ -84,10 +80,7 @@ class Postprocess:
         for lane in cutlass.range_constexpr(4):
             sums = vector_at(source, Int64(first + lane * 4), VECTOR_FLOATS).load() * scale
             for index in cutlass.range_constexpr(VECTOR_FLOATS):
-                value = sums[index]
-                if cutlass.const_expr(self.mark_rows > 0):
-                    value = Float32(cutlass.select_(is_added, value, Float32(0.0)))
-                rounded[index // 2][lane * 2 + index % 2] = value.to(self.element)
+                rounded[index // 2][lane * 2 + index % 2] = sums[index].to(self.element)
         return warp * 16 + quad, column_group * COLUMNS, rounded
 
     @cute.jit
@@ -99,7 +92,6 @@ class Postprocess:
         rows_before: tuple[Int64, Int64],
         heads_and_length: tuple[Int32, Int32, Int32],
         scale: Float32,
-        is_added: Any,
     ) -> None:
         """One block of 64 rows; `rows_before` are those of the accumulator and of the gradient."""
         thread, _, _ = cute.arch.thread_idx()
@@ -109,7 +101,7 @@ class Postprocess:
         for step in cutlass.range_constexpr(-(-places // self.threads)):
             place = thread + step * self.threads
             if place < places:
-                row, column, rounded = self.convert_fragments(source, place, scale, is_added)
+                row, column, rounded = self.convert_fragments(source, place, scale)
                 for half in cutlass.range_constexpr(2):
                     to_row = first_row + row + 8 * half
                     if (to_row < query_length) & (column < self.head_dim):
@@ -121,7 +113,6 @@ class Postprocess:
         self,
         accumulator: cute.Pointer,
         grad_query: cute.Pointer,
-        marks: Any,
         heads: Int32,
         query_length: Int32,
         padded_length: Int32,
@@ -133,12 +124,7 @@ class Postprocess:
         if cutlass.const_expr(self.fragment_parts > 0):
             first_row = row_tile * FRAGMENT_ROWS
             rows_before = Int64(pair) * padded_length + first_row, Int64(batch) * query_length
-            is_added = None
-            if cutlass.const_expr(self.mark_rows > 0):
-                tile = Int64(pair) * (padded_length // self.mark_rows) + first_row // self.mark_rows
-                is_added = cute.make_tensor(marks + tile * 2, cute.make_layout(1))[0] != 0
-            sizes = heads, head, query_length
-            self.store_fragments(accumulator, grad_query, first_row, rows_before, sizes, scale, is_added)
+            self.store_fragments(accumulator, grad_query, first_row, rows_before, (heads, head, query_length), scale)
             return
         for step in cutlass.range_constexpr(-(-self.rows * self.vectors // self.threads)):
             index = thread + step * self.threads
@@ -158,14 +144,13 @@ class Postprocess:
         self,
         accumulator: cute.Pointer,
         grad_query: cute.Pointer,
-        marks: Any,
         heads: Int32,
         query_length: Int32,
         padded_length: Int32,
         scale: Float32,
     ) -> None:
         """Exists for the compiler only: the package's own runtime launches the kernel."""
-        self.kernel(accumulator, grad_query, marks, heads, query_length, padded_length, scale).launch(
+        self.kernel(accumulator, grad_query, heads, query_length, padded_length, scale).launch(
             grid=(1, 1, 1), block=(self.threads, 1, 1)
         )
 
@@ -178,5 +163,4 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return make_ptr(kind, 16, cute.AddressSpace.gmem, assumed_align=16)
 
     integers = (Int32(1),) * 3
-    marks = make_ptr(Int32, 4, cute.AddressSpace.gmem, assumed_align=4) if postprocess.mark_rows else None
-    return postprocess.host, (pointer(Float32), pointer(postprocess.element), marks, *integers, Float32(1.0))
+    return postprocess.host, (pointer(Float32), pointer(postprocess.element), *integers, Float32(1.0))

@@ -57,7 +57,6 @@ A operands without leaving their registers, are FlashAttention-3's (arXiv 2407.0
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -88,14 +87,6 @@ from jax_fa4.kernels.parts.copied_tiles import copied_tiles
 from jax_fa4.kernels.parts.events import GROUP_THREADS, Ring
 from jax_fa4.kernels.parts.memory import read
 from jax_fa4.kernels.plan import KernelPlan
-
-
-def store_run(to: cute.Pointer, source: cute.Pointer, size_bytes: Int32) -> None:
-    """Copy from shared to global memory, in the thread's current bulk group (PTX ISA: cp.async.bulk)."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[to.toint(), source.toint(), size_bytes],
-    )
 
 
 class Load:
@@ -195,41 +186,8 @@ class Load:
             cute.copy(maps[1], source, target, tma_bar_ptr=landed)
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Two int32 for each of the call's query tiles, 0 at first: how many blocks have begun to add to its sums, and
-    whether the first of them, which stores, is done."""
-
-    pointer: Any
-
-    @cute.jit
-    def is_first(self, number: Int64) -> cutlass.Boolean:
-        """Whether this block is the first at that tile; if not, the first one's store is done when it returns."""
-        mark = self.pointer + number * 2
-        drawn: Any = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            drawn = cute.arch.atomic_add(mark, Int32(1), sem="relaxed", scope="gpu")
-        begun = cute.arch.make_warp_uniform(drawn)
-        if begun != 0:
-            bulk.wait_until(mark + 1, Int32(1))
-            cute.arch.fence_proxy("async.global")
-        return begun == 0
-
-    @cute.jit
-    def open(self, number: Int64, is_first: Any) -> None:
-        """By the first block: wait until what it has stored in that tile is there, and let others add to it."""
-        if is_first:
-            cute.arch.cp_async_bulk_wait_group(0)
-            cute.arch.fence_proxy("async.global")
-            with cute.arch.elect_one():
-                bulk.raise_flag(self.pointer + number * 2 + 1)
-
-
 class Add:
-    """Warp 1: each step's query gradients from their staging to the sums in global memory.
-
-    `flags` are those of ordered sums, or `Marks`.
-    """
+    """Warp 1: each step's query gradients from their staging to the sums in global memory."""
 
     def __init__(self, context: Context, sums: cute.Pointer, flags: Any, ranks: Any) -> None:
         self.context, self.sums, self.flags, self.ranks = context, sums, flags, ranks
@@ -248,12 +206,9 @@ class Add:
             if cutlass.const_expr(shape.is_ordered):
                 bulk.wait_until(self.flags + number, self.ranks.rank(tile))
                 cute.arch.fence_proxy("async.global")
-            is_first: Any = False
             for group in cutlass.range_constexpr(GROUPS):
                 cute.arch.barrier(barrier_id=STAGED_BARRIER + group, number_of_threads=GROUP_THREADS + 32)
-                if cutlass.const_expr(shape.stores_first and group == 0):
-                    is_first = Marks(self.flags).is_first(number)
-                self.add(group, number, is_first)
+                self.add(group, number)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 if step + 1 < steps:
                     self.free(group)
@@ -264,8 +219,6 @@ class Add:
                 cute.arch.fence_proxy("async.global")
                 with cute.arch.elect_one():
                     bulk.raise_flag(self.flags + number)
-            if cutlass.const_expr(shape.stores_first):
-                Marks(self.flags).open(number, is_first)
 
     def free(self, group: int) -> None:
         """That warpgroup's staging may be overwritten."""
@@ -275,8 +228,7 @@ class Add:
         """That warpgroup's staging may be overwritten by gradients of keys and values."""
         cute.arch.barrier_arrive(barrier_id=DRAINED_BARRIER + group, number_of_threads=GROUP_THREADS + 32)
 
-    @cute.jit
-    def add(self, group: cutlass.Constexpr[int], number: Int64, is_first: Any) -> None:
+    def add(self, group: int, number: Int64) -> None:
         """One warpgroup's part; columns beyond the head dimension, which the last part may have, stay behind."""
         shape = self.context.shape
         floats = shape.sum_floats
@@ -284,14 +236,8 @@ class Add:
         if not shape.sums_by_columns and shape.row_blocks == 1:
             used = GROUP_ROWS * min(shape.sum_width, shape.head_dim - group * shape.sum_width)
         to = self.sums + (number * GROUPS + group) * floats
-        source, size = self.context.memory.staged + group * floats, Int32(used * 4)
         with cute.arch.elect_one():
-            if cutlass.const_expr(not shape.stores_first):
-                bulk.add_run(to, source, size)
-            elif is_first:
-                store_run(to, source, size)
-            else:
-                bulk.add_run(to, source, size)
+            bulk.add_run(to, self.context.memory.staged + group * floats, Int32(used * 4))
             cute.arch.cp_async_bulk_commit_group()
 
 
@@ -370,10 +316,7 @@ class HopperBackward:
         def context_of(job: Job, progress: Progress) -> Context:
             walked = heads // item_heads
             of_call = job.item.head * walked, heads, query_tiles
-            walk = Walk(job.item, walked)
-            if cutlass.const_expr(shape.is_staggered):
-                walk = Walk.staggered(job.item, walked, shape.query_tile)
-            return Context(shape, memory, walk, progress, *of_call)
+            return Context(shape, memory, Walk(job.item, walked), progress, *of_call)
 
         def load(item: WorkItem, progress: Progress) -> Int32:
             job = call.job(item)
@@ -461,7 +404,7 @@ def trace(plan: KernelPlan) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
     rows, floats, integers = pointer(shape.dtype, 16), pointer(Float32, 16), pointer(Int32, 4)
     gradients = (floats if shape.is_split else rows,) * 2
-    flags = integers if shape.is_ordered or shape.stores_first else None
+    flags = integers if shape.is_ordered else None
     counter = integers if shape.is_persistent else None
     table = (integers,) * 5 if shape.intervals else (None,) * 5
     ids = (integers,) * 2 if shape.has_ids else (None,) * 2

@@ -52,8 +52,6 @@ class Shape:
     is_turned: bool  # dK takes dS from shared memory, not from registers
     is_persistent: bool  # a block does one item after the other
     is_split: bool  # an item walks part of the query heads that share its keys: gradients are float32 parts
-    is_staggered: bool  # an item's whole tiles begin at its own diagonal and wrap around
-    stores_first: bool  # who is first to add to a tile of sums stores
 
     @staticmethod
     def of(plan: KernelPlan) -> Shape:
@@ -79,8 +77,6 @@ class Shape:
             is_turned=option("turned_scores"),
             is_persistent=option("persistent"),
             is_split=option("split"),
-            is_staggered=("staggered", True) in plan.options,
-            stores_first=("stores_first", True) in plan.options,
         )
 
     @property
@@ -167,19 +163,11 @@ class Walk:
     """The order of an item's steps: masked tiles of every query head, then whole ones, each from first to last.
 
     Tiles ascend from the diagonal, so that under a causal mask an item's first tile is one that no item with later keys
-    is still to visit: in ordered sums, those with later keys go first. Whole tiles may start later and wrap around.
+    is still to visit: in ordered sums, those with later keys go first.
     """
 
     item: WorkItem
     heads: Int32  # query heads walked
-    shift: Int32 | None = None  # whole tiles of a head that come last though they are the first; None: none
-
-    @staticmethod
-    def staggered(item: WorkItem, heads: Int32, query_tile: int) -> Walk:
-        """Whole tiles from the diagonal of a square of scores on, by which items that see all queries start apart."""
-        whole = cutlass.max(item.full_end - item.full_begin, Int32(1))
-        diagonal = item.query_tile * KEY_TILE // query_tile
-        return Walk(item, heads, cutlass.max(diagonal - item.full_begin, Int32(0)) % whole)
 
     @property
     def masked(self) -> Int32:
@@ -211,11 +199,7 @@ class Walk:
         tile = local - head * per_head
         at_left = item.full_begin - item.begin
         masked_tile = cutlass.select_(tile < at_left, item.begin + tile, item.full_end + (tile - at_left))
-        whole_tile = tile
-        if self.shift is not None:
-            shifted = tile + self.shift
-            whole_tile = cutlass.select_(shifted < self.whole, shifted, shifted - self.whole)
-        return head, cutlass.select_(is_masked, masked_tile, item.full_begin + whole_tile)
+        return head, cutlass.select_(is_masked, masked_tile, item.full_begin + tile)
 
 
 @dataclass(frozen=True)

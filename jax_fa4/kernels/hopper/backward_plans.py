@@ -56,10 +56,6 @@ class BackwardTiles:
         persistent: as many blocks as multiprocessors, each doing one item after the other: what an item reads first is
             loaded while the one before ends.
         grad_score_stages: stages of dS; with 1 a warpgroup waits until the other has read the step before.
-        staggered: items of one head that see all queries start at different ones, so that they do not all read and add
-            to the same tiles of queries at a time. Not in fixed order.
-        stores_first: who is first to add to a tile of query gradients stores, so that preprocess need not write zeros;
-            others wait until it has. Not in fixed order, nor where the sums lie transposed.
     """
 
     query_tile: int
@@ -69,8 +65,6 @@ class BackwardTiles:
     turned_scores: bool = True
     persistent: bool = False
     grad_score_stages: int = 2
-    staggered: bool = False
-    stores_first: bool = False
 
     @property
     def sums_by_columns(self) -> bool:
@@ -104,11 +98,6 @@ def sum_parts(tiles: BackwardTiles) -> int:
 def turned_rows(tiles: BackwardTiles) -> int:
     """Rows of the blocks in which sums lie transposed; 0: they lie by rows."""
     return tiles.query_tile if tiles.sums_by_columns else 0
-
-
-def mark_rows(tiles: BackwardTiles) -> int:
-    """Rows of the tiles of which marks say whether anything was added; 0: all were zeroed before."""
-    return tiles.query_tile if tiles.stores_first else 0
 
 
 def _tensor_maps(dtype: str, head_dim: int, tiles: BackwardTiles, split: bool, is_table: bool) -> tuple[TensorMap, ...]:
@@ -190,16 +179,6 @@ def _shared(head_dim: int, tiles: BackwardTiles, row_bytes: int, element_bytes: 
     )
 
 
-def _check_order(tiles: BackwardTiles, ordered: bool) -> None:
-    if tiles.staggered and ordered:
-        raise PlanError("backward: tiles are staggered, ordered is True; in fixed order steps ascend.")
-    if tiles.stores_first and (ordered or tiles.sums_by_columns):
-        raise PlanError(
-            f"backward: tiles have stores_first with query_tile {tiles.query_tile} and ordered {ordered}; it takes 64 "
-            "or 128 queries in free order."
-        )
-
-
 def _check_tiles(tiles: BackwardTiles, head_dim: int, soft_cap: bool) -> None:
     if tiles.query_tile not in (64, 80, 128):
         raise PlanError(f"backward: query_tile is {tiles.query_tile}; it takes 64, 80 or 128.")
@@ -249,15 +228,12 @@ def backward_plan(
         )
     tiles = tiles or (CAPPED_TILES if soft_cap else BACKWARD_TILES)[head_dim]
     _check_tiles(tiles, head_dim, soft_cap)
-    _check_order(tiles, ordered)
     is_table = mask in ("intervals", "ids")
     row_bytes = head_dim * DTYPES[dtype]
     pointers = [Parameter("operand", "lse"), Parameter("operand", "delta"), Parameter("result", "sums")]
-    operands = ["query", "key", "value", "grad_out", "lse", "delta"]
-    operands += [] if tiles.stores_first else ["zeros"]
+    operands = ["query", "key", "value", "grad_out", "lse", "delta", "zeros"]
     results = ["grad_key", "grad_value", "sums"]
     counts = [("zero_flags", "flags")] if ordered else []
-    counts += [("zero_marks", "marks")] if tiles.stores_first else []
     counts += [("zero_counter", "counter")] if tiles.persistent else []
     for zeros, counted in counts:
         operands.append(zeros)
@@ -297,8 +273,6 @@ def backward_plan(
             ("turned_scores", tiles.turned_scores),
             ("persistent", tiles.persistent),
             ("grad_score_stages", tiles.grad_score_stages),
-            *((("staggered", True),) if tiles.staggered else ()),
-            *((("stores_first", True),) if tiles.stores_first else ()),
         ),
         operands=(*operands, *extra, *hidden),
         results=tuple(results),
