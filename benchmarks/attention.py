@@ -21,7 +21,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -40,6 +40,8 @@ from benchmarks.candidates import (
     wait,
 )
 from benchmarks.cases import PASSES, Case, dense_cases, packed_case
+
+One = TypeVar("One")  # a figure
 
 KINDS = ("dense", "packed", "orders", "short", "decode", "overhead")
 OF_HOPPER = ("orders", "short", "decode")  # choices inside the Hopper forward
@@ -263,31 +265,28 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
 
 def run(settings: Settings, out: Path | None = None, plot: Path | None = None) -> list[Figure]:
     """Measures, prints each figure as it comes and the tables at the end, writes JSON after every figure, and draws."""
-    console = Console(markup=False)
-    device = jax.devices()[0].device_kind
-    console.print(f"jax {jax.__version__} on {device}")
-    figures: list[Figure] = []
-    for figure in measure(settings, console):
-        figures.append(figure)
-        speed = "" if figure.tflops is None else f"{figure.tflops:7.1f} TFLOP/s"
-        name = f"{figure.case}, {figure.passes}, {figure.candidate}"
-        console.print(f"{name:54s} {figure.milliseconds:8.4f} ms {speed}", soft_wrap=True)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            facts: dict[str, Any] = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}
-            facts["figures"] = [dataclasses.asdict(one) for one in figures]
-            out.write_text(json.dumps(facts, indent=1) + "\n")
+
+    def text_of(one: Figure) -> str:
+        speed = "" if one.tflops is None else f"{one.tflops:7.1f} TFLOP/s"
+        return f"{f'{one.case}, {one.passes}, {one.candidate}':54s} {one.milliseconds:8.4f} ms {speed}"
+
+    console = plain_console()
+    figures = report(measure(settings, console), text_of, settings, out)
     show(figures, console)
     if plot is not None:
         draw(figures, plot)
     return figures
 
 
-def report(
-    figures: Iterable[dict[str, Any]], text_of: Callable[[dict[str, Any]], str], settings: Any, out: Path | None
-) -> list[dict[str, Any]]:
-    """Prints each figure as it comes, and writes all so far as JSON, with the dataclass of settings."""
-    console = Console(markup=False)
+def plain_console() -> Console:
+    """One that prints messages as they are: brackets, as of pip's extras, are no markup."""
+    return Console(markup=False)
+
+
+def report(figures: Iterable[One], text_of: Callable[[One], str], settings: Any, out: Path | None) -> list[One]:
+    """Prints each figure, a dictionary or dataclass, as it comes, and writes all so far as JSON, with the dataclass of
+    settings."""
+    console = plain_console()
     device = jax.devices()[0].device_kind
     console.print(f"jax {jax.__version__} on {device}")
     facts = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}
@@ -297,7 +296,8 @@ def report(
         console.print(text_of(one), soft_wrap=True)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps({**facts, "figures": found}, indent=1) + "\n")
+            text = json.dumps({**facts, "figures": found}, indent=1, default=dataclasses.asdict)
+            out.write_text(text + "\n")
     return found
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from absl import app, flags
 from rich.console import Console
 
-from benchmarks.attention import define_flags, interleaved_seconds, report, settings_of_flags
+from benchmarks.attention import define_flags, interleaved_seconds, plain_console, report, settings_of_flags
 from benchmarks.candidates import operands
 from benchmarks.cases import Case, dense_cases, packed_case
 from jax_fa4.arguments import Call, read_call
@@ -228,7 +228,7 @@ def run(settings: Settings, out: Path | None = None, driver: str = CUDA_DRIVER) 
         speed = "" if one["tflops"] is None else f", {one['tflops']:.0f} TFLOP/s"
         return f"{one['case']}, {one['part']}, {one['tiles']}: {one['ms']:.4f} ms{speed}, {one['ratio']:.3f}"
 
-    return report(measure(settings, Console(markup=False), driver), text_of, settings, out)
+    return report(measure(settings, plain_console(), driver), text_of, settings, out)
 
 
 def main(argv: list[str]) -> None:
@@ -237,7 +237,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     settings = settings_of_flags(Settings)
     if flags.FLAGS.build:
-        build(settings, Console(markup=False))
+        build(settings, plain_console())
     else:
         run(settings, Path(flags.FLAGS.out) if flags.FLAGS.out else None)
 

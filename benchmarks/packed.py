@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import itertools
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +29,14 @@ from absl import app, flags
 from rich.console import Console
 
 import jax_fa4
-from benchmarks.attention import define_flags, interleaved_seconds, settings_of_flags, started
+from benchmarks.attention import (
+    define_flags,
+    interleaved_seconds,
+    plain_console,
+    report,
+    settings_of_flags,
+    started,
+)
 from benchmarks.candidates import (
     Candidate,
     NotMeasuredError,
@@ -196,11 +203,11 @@ def training(settings: Settings, console: Console) -> Iterator[dict[str, Any]]:
             case = training_case(kind, settings)
             starts = started(chosen, case, passes, console) | dense_start
             timed = interleaved_seconds(starts, settings.turns, settings.turn_ms / 1e3)
-            dense_rate = dense_case.flop(passes) / timed[DENSE]
-            for name, seconds in timed.items():
-                found = rates(dense_case if name == DENSE else case, passes, seconds)
-                found["of_dense"] = found["tflops"] * 1e12 / dense_rate
-                yield {"case": f"{kind}, {case.name}", "passes": passes, "candidate": name, **found}
+            cases = dict.fromkeys(timed, case) | {DENSE: dense_case}
+            found = {name: rates(cases[name], passes, seconds) for name, seconds in timed.items()}
+            for name, one in found.items():
+                one["of_dense"] = one["tflops"] / found[DENSE]["tflops"]
+                yield {"case": f"{kind}, {case.name}", "passes": passes, "candidate": name, **one}
 
 
 def rates(case: Case, passes: str, seconds: float) -> dict[str, float]:
@@ -343,20 +350,15 @@ MEASURES = {"training": training, "decode": decode, "planning": planning}
 
 def run(settings: Settings, out: Path | None = None, plot: Path | None = None) -> list[dict[str, Any]]:
     """Measures, prints each figure as it comes, writes JSON after every figure, and draws."""
-    console = Console(markup=False)
-    device = jax.devices()[0].device_kind
-    console.print(f"jax {jax.__version__} on {device}")
-    figures: list[dict[str, Any]] = []
-    for kind in settings.kinds:
-        for figure in MEASURES[kind](settings, console):
-            figures.append(figure)
-            label = ", ".join(str(figure[name]) for name in ("case", "passes", "candidate") if name in figure)
-            numbers = (f"{value:.4g} {name}" for name, value in figure.items() if isinstance(value, float))
-            console.print(f"{label}: {', '.join(numbers)}", soft_wrap=True)
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                facts = {"jax": jax.__version__, "device": device, "settings": dataclasses.asdict(settings)}
-                out.write_text(json.dumps({**facts, "figures": figures}, indent=1) + "\n")
+
+    def text_of(one: dict[str, Any]) -> str:
+        label = ", ".join(str(one[name]) for name in ("case", "passes", "candidate") if name in one)
+        numbers = (f"{value:.4g} {name}" for name, value in one.items() if isinstance(value, float))
+        return f"{label}: {', '.join(numbers)}"
+
+    console = plain_console()
+    measured = itertools.chain.from_iterable(MEASURES[kind](settings, console) for kind in settings.kinds)
+    figures = report(measured, text_of, settings, out)
     if plot is not None:
         draw(settings, plot)
     return figures

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from jax_fa4.ffi import launch
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc" / "emulator"
 LIBRARY = ROOT / "jax_fa4" / "libjax_fa4_emulator.so"
@@ -44,6 +46,14 @@ def built_library() -> None:
         for command in (configure, ["cmake", "--build", str(build), "-j", "2"]):
             done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
             assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.fixture
+def hopper_gpu() -> None:
+    """The default device is a Hopper GPU."""
+    architecture = launch.device_architecture()
+    if architecture is None or architecture.name != "sm_90a":
+        pytest.skip("the default device is no Hopper GPU")
 
 
 @pytest.fixture

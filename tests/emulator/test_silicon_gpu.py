@@ -27,10 +27,7 @@ UNIT = {"bfloat16": 2.0**-7, "float16": 2.0**-10}  # distance of neighbours, of 
 
 
 @pytest.fixture(autouse=True)
-def needs_hopper(built_library: None) -> None:
-    architecture = launch.device_architecture()
-    if architecture is None or architecture.name != "sm_90a":
-        pytest.skip("the default device is no Hopper GPU")
+def checked_emulator(hopper_gpu: None, built_library: None) -> None:
     emulator.set_options(threads=0, completion="random", seed=0, check_races=True)
 
 

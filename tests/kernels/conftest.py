@@ -8,9 +8,9 @@ import pytest
 
 import jax_fa4
 from jax_fa4 import emulator
-from tests.emulator.conftest import built_library, gpu
+from tests.emulator.conftest import built_library, gpu, hopper_gpu
 
-__all__ = ["blackwell", "built_library", "gpu", "hopper"]
+__all__ = ["blackwell", "built_library", "gpu", "hopper", "hopper_gpu"]
 
 
 @pytest.fixture

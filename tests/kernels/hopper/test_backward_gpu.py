@@ -8,18 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fa4.ffi import launch
 from tests.kernels.forward_checks import draw
 from tests.kernels.hopper import test_backward_emulated as emulated
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def needs_hopper() -> None:
-    architecture = launch.device_architecture()
-    if architecture is None or architecture.name != "sm_90a":
-        pytest.skip("the default device is no Hopper GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 
 def check(tensors: Any, **options: Any) -> None:

@@ -13,18 +13,10 @@ import numpy as np
 import pytest
 
 from jax_fa4 import arguments
-from jax_fa4.ffi import launch
 from jax_fa4.ffi.hopper_forward import hopper_forward
 from tests.kernels.forward_checks import compare, draw
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def needs_hopper() -> None:
-    architecture = launch.device_architecture()
-    if architecture is None or architecture.name != "sm_90a":
-        pytest.skip("the default device is no Hopper GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 
 def check(tensors: Any, **options: Any) -> None:

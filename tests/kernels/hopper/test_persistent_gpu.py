@@ -14,18 +14,11 @@ import pytest
 
 import jax_fa4
 from jax_fa4 import arguments
-from jax_fa4.ffi import hopper_backward, hopper_forward, launch
+from jax_fa4.ffi import hopper_backward, hopper_forward
 from tests.kernels.forward_checks import draw
 from tests.kernels.hopper import test_backward_emulated as emulated
 
 HEADS = 40
-
-
-@pytest.fixture
-def hopper() -> None:
-    architecture = launch.device_architecture()
-    if architecture is None or architecture.name != "sm_90a":
-        pytest.skip("the default device is no Hopper GPU")
 
 
 def shapes(head_dim: int, dtype: str = "bfloat16", queries: int = 700, keys: int = 650, kv_heads: int = HEADS) -> Any:
@@ -46,7 +39,7 @@ def check(tensors: Any, **options: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_dense_causal_and_window(hopper: None, head_dim: int, dtype: str) -> None:
+def test_dense_causal_and_window(hopper_gpu: None, head_dim: int, dtype: str) -> None:
     tensors = draw(*shapes(head_dim, dtype))
     check(tensors)
     check(tensors, is_causal=True, causal_alignment="bottom_right")
@@ -57,7 +50,7 @@ def test_dense_causal_and_window(hopper: None, head_dim: int, dtype: str) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("concrete", [True, False], ids=["known", "traced"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_segments(hopper: None, head_dim: int, concrete: bool) -> None:
+def test_segments(hopper_gpu: None, head_dim: int, concrete: bool) -> None:
     """Packed in one row, in any order and with padding in the other."""
     ids = np.random.default_rng(5).integers(-1, 7, (2, 700)).astype(np.int32)
     ids[0] = np.sort(np.abs(ids[0]))
@@ -67,7 +60,7 @@ def test_segments(hopper: None, head_dim: int, concrete: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_items_without_steps_and_grouped_heads(hopper: None) -> None:
+def test_items_without_steps_and_grouped_heads(hopper_gpu: None) -> None:
     check(draw(*shapes(128, queries=1000, keys=300)), is_causal=True, causal_alignment="bottom_right")
     check(draw(*shapes(128, queries=300, keys=1000)), is_causal=True, causal_alignment="top_left")
     check(draw(*shapes(64, queries=640, keys=900, kv_heads=20)), is_causal=True, causal_alignment="bottom_right")
@@ -75,7 +68,7 @@ def test_items_without_steps_and_grouped_heads(hopper: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_hundred_forwards_are_bitwise_equal(hopper: None, head_dim: int) -> None:
+def test_a_hundred_forwards_are_bitwise_equal(hopper_gpu: None, head_dim: int) -> None:
     """Whichever block takes an item."""
     query, key, value = draw(*shapes(head_dim))[:3]
     attend = jax.jit(lambda *tensors: jax_fa4.attention(*tensors, is_causal=True, implementation="fa4"))

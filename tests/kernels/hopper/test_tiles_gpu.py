@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import hopper_tiles
 from jax_fa4.arguments import read_call
-from jax_fa4.ffi import hopper_backward, launch
+from jax_fa4.ffi import hopper_backward
 from jax_fa4.kernels.hopper.backward_plans import BACKWARD_TILES, PERSISTENT_TILES
 from tests.kernels.forward_checks import draw
 from tests.kernels.hopper import test_backward_emulated as emulated
@@ -23,10 +23,7 @@ CHOICES = [(head_dim, name) for head_dim in BACKWARD_TILES for name in hopper_ti
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "name"), CHOICES)
-def test_gradients(head_dim: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    architecture = launch.device_architecture()
-    if architecture is None or architecture.name != "sm_90a":
-        pytest.skip("the default device is no Hopper GPU")
+def test_gradients(hopper_gpu: None, head_dim: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = hopper_tiles.tiles_of(head_dim)[name]
     for table in (BACKWARD_TILES, PERSISTENT_TILES):
         monkeypatch.setitem(table, head_dim, tiles)
